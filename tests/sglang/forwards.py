@@ -46,15 +46,15 @@ class Sink:
         self.hooked: list[float] = []
         self.error: Exception | None = None
 
-    def send_layers(self, use, pages, first, below, events=(), wake=True) -> None:
+    def send_layers(self, room, pages, first, below, events=(), wake=True) -> None:
         if self.error is not None:
             raise self.error
         self.wakes.append(wake)
-        self.sent.append((use, pages.tolist(), first, below, len(events)))
+        self.sent.append((room, pages.tolist(), first, below, len(events)))
         self.given.append((pages, events))
 
-    def fail(self, use, reason) -> None:
-        self.failed.append((use, reason))
+    def fail(self, room, reason) -> None:
+        self.failed.append((room, reason))
 
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] += 1

@@ -127,9 +127,9 @@ class Figures:
         opened_s = time.monotonic() - handover_s - 1
         sent_s = time.monotonic() - handover_s
         times = RoomTimes(sent_s - 0.5, sent_s, sent_s, sent_s)
-        use = Room(next(ROOMS), opened_s, RoomView(RoomState.DONE, times=times))
+        room = Room(next(ROOMS), opened_s, RoomView(RoomState.DONE, times=times))
         write = WriteStory("decode rank 0", "tcp", sent_s, sent_s, 100, 10, 2, False, 0)
-        self.recorder.room_over(use, [write])
+        self.recorder.room_over(room, [write])
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_the_router_gives_requests_up(tmp_path: Path, undo: ExitStack, names: se
     undo.callback(decode.kill)
 
     def give_up() -> None:
-        use = rank.side.open_room(next(ROOMS), register_dp_rank=False)
-        rank.side.close_room(use)
+        room = rank.side.open_room(next(ROOMS), register_dp_rank=False)
+        rank.side.close_room(room)
 
     def usual() -> None:
         for _ in range(10):

@@ -37,9 +37,9 @@ def test_layers_are_handed_over_when_attention_of_a_later_one_begins(model):
     req = request(10, row=1)
     assert model.run(req) == "logits"
     assert model.ran == list(range(LAYERS))
-    use = req.disagg_kv_sender.room
+    room = req.disagg_kv_sender.room
     assert {(sent[0], *map(str, sent[1:3])) for sent in model.sink.sent} == {
-        (use, str([16, 17, 18]), "0")
+        (room, str([16, 17, 18]), "0")
     }, "the last page is partial, and goes with the prompt's last chunk"
     belows = [below for *_, below, _events in model.sink.sent]
     assert belows == sorted(set(belows))
@@ -161,7 +161,7 @@ def test_layers_that_run_again_after_they_were_sent_fail_the_request(model):
     model.layers = [*range(LAYERS), 0, 1]
     req = request(8)
     model.run(req)
-    assert [use for use, _ in model.sink.failed] == [req.disagg_kv_sender.room]
+    assert [room for room, _ in model.sink.failed] == [req.disagg_kv_sender.room]
     assert "ran again" in model.sink.failed[0][1]
     model.sink.sent.clear()
     model.run(request(8))

@@ -52,8 +52,8 @@ def test_layers_are_announced_too_early_in_the_control_alone(shim, tmp_path, mon
     told = []
 
     class PrefillSide:
-        def send_layers(self, use, pages, first, below, events=()):
-            told.append((use, pages, first, below, events))
+        def send_layers(self, room, pages, first, below, events=()):
+            told.append((room, pages, first, below, events))
 
     environment(tmp_path, monkeypatch)
     shim.install()["sglang_mooncake.prefill_side"](SimpleNamespace(PrefillSide=PrefillSide))

@@ -40,10 +40,10 @@ def receiver():
         yield made
 
 
-def _broken(use):
+def _broken(room):
     from sglang_mooncake.rooms.events import Broken
 
-    return Broken(use, "a rank died")
+    return Broken(room, "a rank died")
 
 
 def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
@@ -152,7 +152,7 @@ def unmoved(state):
         enable_deferred_decode_kv_release=True,
     )
     made._side = SimpleNamespace(
-        abort=lambda use, reason: None, check_served=lambda use, address: None
+        abort=lambda room, reason: None, check_served=lambda room, address: None
     )
     made.bootstrap_room, made.conclude_state = 7, None
     made.bootstrap_addr, made._chosen = "127.0.0.1:8998", False

@@ -151,7 +151,7 @@ def unmoved(state):
     made.kv_mgr = SimpleNamespace(
         recorder=SimpleNamespace(scheduler_call=lambda name: nullcontext())
     )
-    made._side = SimpleNamespace(polled=lambda use, sent: None)
+    made._side = SimpleNamespace(polled=lambda room, sent: None)
     made.next_page, made._num_pages = 0, None
     made.room = Room(7, 0.0, RoomView(state, "a rank died"))
     return made

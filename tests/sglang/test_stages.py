@@ -56,13 +56,13 @@ def test_stage_0_waits_for_the_other_stage_and_learns_of_its_failure(boards):
     first, second = boards
     ready = KVPoll.WaitingForInput
     assert first.consensus(ROOM, ready) == KVPoll.Bootstrapping
-    use = Room(ROOM, 0.0)
-    second.ready(use)
+    room = Room(ROOM, 0.0)
+    second.ready(room)
     until(lambda: first.consensus(ROOM, ready) == ready)
     assert first.consensus(ROOM, KVPoll.Bootstrapping) == KVPoll.Bootstrapping
-    second.failed(use)
+    second.failed(room)
     until(lambda: first.consensus(ROOM, ready) == KVPoll.Failed)
-    second.forget(use)
+    second.forget(room)
     until(lambda: first.consensus(ROOM, ready) == KVPoll.Bootstrapping)
 
 

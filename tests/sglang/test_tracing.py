@@ -112,8 +112,8 @@ def ranks(exported, observability, monkeypatch):
                 recorder=rank.recorder,
                 pins_host_memory=False,
                 stages=None,
-                track=lambda use: None,
-                untrack=lambda use: None,
+                track=lambda room: None,
+                untrack=lambda room: None,
                 enable_deferred_decode_kv_release=True,
                 tracing=open_tracing(role, rank.recorder),
             )
@@ -143,8 +143,8 @@ def hand_over(ranks, sent, received):
     received.bootstrap_port = int(pair.address.rpartition(":")[2])
     receiver = ranks.receivers._create_receiver_and_enqueue(received).kv_receiver
     receiver.init(0)
-    use, sender = receiver._room, sent.disagg_kv_sender
-    until(lambda: use.nameable, "the decode room is ready")
+    room, sender = receiver._room, sent.disagg_kv_sender
+    until(lambda: room.nameable, "the decode room is ready")
     receiver.send_metadata(np.array([10, 11, 12], np.int32), 0, decode_prefix_len=0)
     until(lambda: sender.room.view.state is RoomState.READY, "the prefill room is ready")
     sender.init(3, 0)

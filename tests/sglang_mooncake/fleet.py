@@ -219,12 +219,14 @@ class Ranks:
                 handed.places[role, coords] = where
                 if role == "prefill":
                     self._fill(self.memory[role, coords], where, truth)
-        for coords, use in handed.targets.items():
-            until(lambda use=use: use.view.state is not RoomState.OPEN, "the decode room is ready")
-            assert use.view.state is RoomState.READY, use.view.reason
+        for coords, room in handed.targets.items():
+            until(
+                lambda room=room: room.view.state is not RoomState.OPEN, "the decode room is ready"
+            )
+            assert room.view.state is RoomState.READY, room.view.reason
             pages_, slot, aux = handed.places["decode", coords]
             states = (np.array([slot]),) if self.model.channels else ()
-            self.decode[coords].side.name_pages(use, np.array(pages_), aux, prefix, states)
+            self.decode[coords].side.name_pages(room, np.array(pages_), aux, prefix, states)
 
     def _fill(self, memory: RankMemory, where, truth) -> None:
         pages, slot, aux_slot = where
@@ -291,14 +293,14 @@ class Ranks:
 
     def arrive(self, handed: Handed) -> None:
         """Waits for every byte, takes the room on every rank, and sees it done everywhere."""
-        for coords, use in handed.targets.items():
+        for coords, room in handed.targets.items():
             side = self.decode[coords].side
-            until(lambda: side.has_arrived(use) or use.view.over, f"{coords} has it")  # noqa: B023
-            assert not use.view.over, use.view.reason
-            side.arrived(use)
-        for use in handed.uses:
-            until(lambda use=use: use.view.over, "the room is over")
-            assert use.view.state is RoomState.DONE, use.view.reason
+            until(lambda: side.has_arrived(room) or room.view.over, f"{coords} has it")  # noqa: B023
+            assert not room.view.over, room.view.reason
+            side.arrived(room)
+        for room in handed.uses:
+            until(lambda room=room: room.view.over, "the room is over")
+            assert room.view.state is RoomState.DONE, room.view.reason
 
     def check(self, handed: Handed) -> None:
         """Named pages, slots and metadata equal the truth; every other byte is the canary."""

@@ -170,7 +170,7 @@ class PrefillRank:
 
     def send(
         self,
-        use: Room,
+        room: Room,
         pages: list[int],
         first: int,
         aux_slot: int | None,
@@ -178,8 +178,8 @@ class PrefillRank:
     ) -> None:
         """One chunk, and the poll that SGLang's scheduler makes after it."""
         chunk = Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
-        self.side.send_chunk(use, chunk, events)
-        self.side.polled(use, sent=aux_slot is not None)
+        self.side.send_chunk(room, chunk, events)
+        self.side.polled(room, sent=aux_slot is not None)
 
     def close(self) -> None:
         self.lease.close()
@@ -252,8 +252,8 @@ class Handover:
         until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
         return source, target
 
-    def name_pages(self, use: Room, pages: list[int], aux: int, prefix: int = 0) -> None:
-        self.decode.side.name_pages(use, np.array(pages), aux, prefix)
+    def name_pages(self, room: Room, pages: list[int], aux: int, prefix: int = 0) -> None:
+        self.decode.side.name_pages(room, np.array(pages), aux, prefix)
 
     def complete(self, room: int, sources: list[int], targets: list[int], aux: int) -> None:
         """One whole hand-over, in one chunk; metadata goes from slot aux to slot aux."""

@@ -67,7 +67,7 @@ def ready(rooms: Rooms, room: int = 1) -> Room:
     return use
 
 
-def ended(rooms: Rooms, use: Room, failure: str | None = None) -> WriteEnded:
+def ended(rooms: Rooms, room: Room, failure: str | None = None) -> WriteEnded:
     """What is said of the oldest write that is under way for a room."""
-    peer, nth = next(iter(rooms._table.get(use).writes))
-    return WriteEnded(use, peer, nth, failure)
+    peer, nth = next(iter(rooms._table.get(room).writes))
+    return WriteEnded(room, peer, nth, failure)

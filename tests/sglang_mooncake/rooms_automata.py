@@ -198,22 +198,22 @@ def unworded(message: Any) -> Heard:
     return heard(message)
 
 
-def _decode_event(token: Token, use: Room) -> Any:
+def _decode_event(token: Token, room: Room) -> Any:
     match token:
         case ("name",):  # the scheduler's own thread, before the loop can hear of it
-            use.named = True
+            room.named = True
         case ("withdraw",):
-            use.withdrawn = True
+            room.withdrawn = True
         case ("named",):
-            return decode.PagesNamed(use, np.arange(PAGES), 0, 0)
+            return decode.PagesNamed(room, np.arange(PAGES), 0, 0)
         case ("aborted",):
-            return Aborted(use, "")
+            return Aborted(room, "")
         case ("broken",):
-            return Broken(use, "")
+            return Broken(room, "")
         case ("arrived",):
-            return decode.Arrived(use)
+            return decode.Arrived(room)
         case ("fenced",):
-            return decode.Fenced(use)
+            return decode.Fenced(room)
         case ("link down", link):
             return decode.LinkDown(link, "")
         case ("told", link, Heard(RoomComputed() as message)):
@@ -242,19 +242,19 @@ def _plan_of(peer: str) -> Any:
     return plan_of(peer, LAYERS)
 
 
-def _prefill_event(token: Token, use: Room) -> Any:
+def _prefill_event(token: Token, room: Room) -> Any:
     match token:
         case ("open",):
-            return Opened(use)
+            return Opened(room)
         case ("chunk", number):
-            return prefill.ChunkSent(use, CHUNKS[number])
+            return prefill.ChunkSent(room, CHUNKS[number])
         case ("layers", number):  # of one chunk, the first of its two
             chunk = CHUNKS[number]
-            return prefill.LayersFilled(use, chunk.pages, chunk.first, LAYERS - 1, 0.0)
+            return prefill.LayersFilled(room, chunk.pages, chunk.first, LAYERS - 1, 0.0)
         case ("aborted",):
-            return Aborted(use, "")
+            return Aborted(room, "")
         case ("computed",):
-            return prefill.Computed(use)
+            return prefill.Computed(room)
         case ("message", Heard(RoomWait() as message)):
             return prefill.WaitsForPrompt(DECODE_RANK, message)
         case ("message", Heard(RoomRequest() as message)):
@@ -262,7 +262,7 @@ def _prefill_event(token: Token, use: Room) -> Any:
         case ("message", heard):
             return prefill.RoomAborted(DECODE_RANK, heard.message)
         case ("ended", is_done, nth):
-            return prefill.WriteEnded(use, DECODE_RANK, nth, None if is_done else "")
+            return prefill.WriteEnded(room, DECODE_RANK, nth, None if is_done else "")
         case ("lost",):
             return prefill.PeerLost(DECODE_RANK, "")
         case ("tick", _):
@@ -290,14 +290,14 @@ def decode_automaton(
     """The table with its links up, and what it has said by then."""
     deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
     rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first)
-    use = SeenRoom(ROOM, 0.0, serial=1)
+    room = SeenRoom(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
-    rooms.handle(Opened(use), 0.0)
-    rooms.handle(decode.SourcesChosen(use, sources), 0.0)
+    rooms.handle(Opened(room), 0.0)
+    rooms.handle(decode.SourcesChosen(room, sources), 0.0)
     said = [out for link in links for out in rooms.handle(decode.LinkUp(link, LAYERS), 0.0)]
-    assert use.view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
+    assert room.view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
     made = Automaton(
-        "decode", Local(rooms, use), _decode_event, _decode_output, decode.after_failure
+        "decode", Local(rooms, room), _decode_event, _decode_output, decode.after_failure
     )
     return made, tuple(token for token in map(_decode_output, said) if token is not None)
 

@@ -83,12 +83,12 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
     with handover() as pair:
         source = pair.prefill.engine  # Which alone may write under the room's tag.
         pair.decode.know(pair.address)
-        _, use = pair.open_both(1)
-        pair.name_pages(use, [4, 5, 6], aux=0)
-        until(lambda: use.view.state is RoomState.REQUESTED, "the pages are published")
-        (expected,) = use.view.expected
+        _, room = pair.open_both(1)
+        pair.name_pages(room, [4, 5, 6], aux=0)
+        until(lambda: room.view.state is RoomState.REQUESTED, "the pages are published")
+        (expected,) = room.view.expected
         sent = CompletionRecord(
-            use.view.generation,
+            room.view.generation,
             writes=1,
             pages=3,
             page_layers=3 * LAYERS,
@@ -102,21 +102,21 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
         peer = source.connect(pair.decode.engine.card())
         transfer = peer.write(te.Blocks.of(near.address, slot, COMPLETION_BYTES), tag=expected.tag)
         assert transfer.wait(WAIT_S) is te.Status.DONE
-        assert pair.decode.side.has_arrived(use) == (says is None)
+        assert pair.decode.side.has_arrived(room) == (says is None)
         if says is not None:
-            until(lambda: use.view.over, "the room has failed")
-            assert use.view.state is RoomState.FAILED
-            assert says in (use.view.reason or "")
+            until(lambda: room.view.over, "the room has failed")
+            assert room.view.state is RoomState.FAILED
+            assert says in (room.view.reason or "")
 
 
 def test_no_other_engine_writes_under_the_tag_of_a_room():
     """Not even one that has been told it."""
     with handover() as pair, te.Engine(te.Config()) as stranger:
         pair.decode.know(pair.address)
-        _, use = pair.open_both(1)
-        pair.name_pages(use, [4], aux=0)
-        until(lambda: use.view.state is RoomState.REQUESTED, "the pages are published")
-        (expected,) = use.view.expected
+        _, room = pair.open_both(1)
+        pair.name_pages(room, [4], aux=0)
+        until(lambda: room.view.state is RoomState.REQUESTED, "the pages are published")
+        (expected,) = room.view.expected
         memory = np.full(COMPLETION_BYTES, 7, np.uint8)
         stranger.register(memory, remote="none")
         peer = stranger.connect(pair.decode.engine.card())

@@ -88,14 +88,14 @@ class Prefill:
         self.rooms[room] = self.rank.side.open_room(room, register_dp_rank=False)
 
     def ready(self) -> bool:
-        return all(use.view.state is RoomState.READY for use in self.rooms.values())
+        return all(room.view.state is RoomState.READY for room in self.rooms.values())
 
     def send(self, rooms: list[int]) -> None:
-        for use in map(self.rooms.__getitem__, rooms):
-            self.rank.send(use, list(range(PAGES)), 0, aux_slot=0)
+        for room in map(self.rooms.__getitem__, rooms):
+            self.rank.send(room, list(range(PAGES)), 0, aux_slot=0)
 
     def ended(self) -> bool:
-        return all(use.view.state in ENDS for use in self.rooms.values())
+        return all(room.view.state in ENDS for room in self.rooms.values())
 
 
 class FarPrefill(FarEngine):
@@ -130,9 +130,9 @@ class Case:
         until(lambda: self.nbytes_received > 0, "bytes land")
         self.freeze()
         self.decode.side._links._send = lambda link, frame: None  # type: ignore[method-assign]
-        for use in self.uses:
-            self.decode.side.abort(use, "the client has gone")
-        until(lambda: all(use.releasable for use in self.uses), "all pages are given back")
+        for room in self.uses:
+            self.decode.side.abort(room, "the client has gone")
+        until(lambda: all(room.releasable for room in self.uses), "all pages are given back")
 
     def go_on_writing(self) -> None:
         """What is under way, and rooms of which nothing has been written yet."""

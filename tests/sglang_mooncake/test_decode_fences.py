@@ -50,12 +50,12 @@ class Frozen:
 
 
 @contextmanager
-def frozen_write(pair: Handover, use: Room) -> Iterator[Frozen]:
+def frozen_write(pair: Handover, room: Room) -> Iterator[Frozen]:
     config = te.Config(transports=("samehost",), stall_timeout_s=NEVER_S)
     with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
         source.register(memory.address, memory.nbytes, remote="none")
         peer = source.connect(pair.decode.engine.card())
-        (expected,) = use.view.expected
+        (expected,) = room.view.expected
         # It is open for the engine of the prefill rank, which has written nothing yet.
         pair.decode.engine.fence(expected.tag)
         pair.decode.engine.expect(expected.tag, peer=source)
@@ -188,7 +188,7 @@ def test_a_fence_that_stays_unconfirmed_is_named_again_with_the_time(caplog):
         before = tries[0]
         until(lambda: fencer.retry() or tries[0] > before, "it is tried again")
 
-    fencer = Fencer(fence, lambda use: None, "fences", clock=lambda: now_s[0])
+    fencer = Fencer(fence, lambda room: None, "fences", clock=lambda: now_s[0])
     fencer.start()
     fencer.close_tags(Room(1, 0.0), (1,))
     tried_again()

@@ -352,11 +352,11 @@ def test_an_instance_of_another_protocol_version_is_refused_with_both():
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION + 41)
         decode.know(address)
-        use = decode.side.new_room(1)
-        decode.side.choose_sources(use, address, 0)
-        until(lambda: use.view.over, "the room is refused")
+        room = decode.side.new_room(1)
+        decode.side.choose_sources(room, address, 0)
+        until(lambda: room.view.over, "the room is refused")
         for part in (str(PROTOCOL_VERSION + 41), str(PROTOCOL_VERSION), "sglang-mooncake"):
-            assert part in (use.view.reason or "")
+            assert part in (room.view.reason or "")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -370,13 +370,13 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
                     address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION
                 )
                 decode.know(address)
-                use = decode.side.new_room(1)
-                decode.side.choose_sources(use, address, 0)
+                room = decode.side.new_room(1)
+                decode.side.choose_sources(room, address, 0)
                 identity, _hello = router.recv_multipart()
                 router.send_multipart([identity, encode(HelloReply(""), other)])
-                until(lambda: use.view.over, "the room is refused")
+                until(lambda: room.view.over, "the room is refused")
                 router.close(linger=0)
-                assert f"version {other}" in (use.view.reason or "")
+                assert f"version {other}" in (room.view.reason or "")
         else:
             with handover() as pair:
                 port = pair.prefill.port
@@ -396,14 +396,14 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
         port = silent.getsockname()[1]
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION)
         decode.know(address)
-        use = decode.side.new_room(1)
-        decode.side.choose_sources(use, address, 0)
+        room = decode.side.new_room(1)
+        decode.side.choose_sources(room, address, 0)
         links = decode.side._links
         until(lambda: any(link.connected for link in list(links._links.values())), "it is reached")
         links._timeout_s = 0.5  # from now on, so that it is the answer alone that is late
-        until(lambda: use.view.over, "the room fails")
-        assert "did not answer the hello within 0.5 s" in (use.view.reason or "")
-        assert str(port) in (use.view.reason or "")
+        until(lambda: room.view.over, "the room fails")
+        assert "did not answer the hello within 0.5 s" in (room.view.reason or "")
+        assert str(port) in (room.view.reason or "")
 
 
 def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):

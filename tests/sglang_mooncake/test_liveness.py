@@ -135,11 +135,11 @@ def each_harm(test: Callable[..., None]) -> Callable[..., None]:
 one_host = pytest.mark.parametrize("world", ["tcp"], indirect=True)
 
 
-def known_in_time(how: str, harmed_s: float, use: Room, name: str) -> None:
+def known_in_time(how: str, harmed_s: float, room: Room, name: str) -> None:
     took_s = time.monotonic() - harmed_s
-    assert use.view.state is RoomState.FAILED
-    assert use.view.reason is not None
-    assert name in use.view.reason
+    assert room.view.state is RoomState.FAILED
+    assert room.view.reason is not None
+    assert name in room.view.reason
     assert took_s < SLACK * KNOWN_S[how], f"it took {took_s:.1f} s"
 
 

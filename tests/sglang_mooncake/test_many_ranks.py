@@ -90,10 +90,10 @@ def _asked(instance: Ranks, room: int = 1) -> Handed:
 
 
 def _ended(handed: Handed) -> None:
-    for use in handed.uses:
-        until(lambda use=use: use.view.over, "every rank lets go of the room")
-        assert use.view.state is not RoomState.DONE
-        assert use.view.reason
+    for room in handed.uses:
+        until(lambda room=room: room.view.over, "every rank lets go of the room")
+        assert room.view.state is not RoomState.DONE
+        assert room.view.reason
 
 
 def test_an_abort_on_one_prefill_rank_ends_the_room_on_all_ranks():
@@ -134,10 +134,10 @@ def test_a_prefill_rank_that_dies_ends_the_room_on_all_others(model):
         handed = _asked(instance)
         first, second = handed.sources
         instance.prefill[second].close()
-        (use,) = handed.targets.values()
-        until(lambda: use.view.over, "the decode room failed")
+        (room,) = handed.targets.values()
+        until(lambda: room.view.over, "the decode room failed")
         assert "lost the connection to prefill rank (dp 0 cp 0 tp 1 pp 0)" in (
-            use.view.reason or ""
+            room.view.reason or ""
         )
         until(lambda: handed.sources[first].view.over, "the other prefill rank is told")
         assert "lost the connection" in (handed.sources[first].view.reason or "")
@@ -165,8 +165,8 @@ def test_a_source_that_sends_nothing_leaves_the_room_waiting_until_its_deadline(
         rooms._deadlines = replace(rooms._deadlines, waiting_s=0.5)
         until(lambda: target.view.over, "the room timed out")
         assert target.view.state is RoomState.TIMED_OUT
-        for use in handed.sources.values():
-            until(lambda use=use: use.view.over, "no source is left waiting")
+        for room in handed.sources.values():
+            until(lambda room=room: room.view.over, "no source is left waiting")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -174,9 +174,9 @@ def test_ranks_of_another_model_are_refused_with_both_values_and_nobody_waits():
     with ranks(Model(heads=4), tp(2), tp(2), decode_model=Model(heads=2)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for use in handed.uses:
+        for room in handed.uses:
             for part in ("4 units", "2 units", "same model"):
-                assert part in (use.view.reason or "")
+                assert part in (room.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -184,9 +184,9 @@ def test_heads_that_cannot_be_dealt_out_are_refused_and_nobody_waits():
     with ranks(Model(heads=3), tp(3), tp(2), decode_model=Model(heads=4)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for use in handed.uses:
+        for room in handed.uses:
             for part in ("4 KV heads", "attention TP size of 3", "--tp-size"):
-                assert part in (use.view.reason or "")
+                assert part in (room.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -194,9 +194,9 @@ def test_pipelines_that_do_not_fit_are_refused_with_both_values_and_nobody_waits
     with ranks(GQA, tp(1, pp=4), tp(1, pp=2)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for use in handed.uses:
+        for room in handed.uses:
             for part in ("4", "2", "--pp-size"):
-                assert part in (use.view.reason or "")
+                assert part in (room.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")

@@ -82,43 +82,43 @@ def recipient(completion_slot=0):
     return Recipient(RoomRequest(1, 1, 0, 1, target), PLAN)
 
 
-def write(use, to=None, *, last=True):
+def write(room, to=None, *, last=True):
     chunk = Chunk(np.array([1]), 0, 0 if last else None, 0.0)
-    return (to or recipient()).write(use, "a", chunk, range(1), 1)
+    return (to or recipient()).write(room, "a", chunk, range(1), 1)
 
 
 def test_a_write_that_cannot_begin_keeps_no_completion_record_slot(outgoing):
-    use = Room(1, 0.0)
+    room = Room(1, 0.0)
     for _ in range(2):
         with pytest.raises(MemoryError, match="a bug"):
-            outgoing.begin(write(use), to(Peer()))
+            outgoing.begin(write(room), to(Peer()))
         assert len(outgoing._free_completions) == COMPLETION_SLOTS
     with pytest.raises(ValueError, match="slot for a completion record outside"):
-        outgoing.begin(write(use, recipient(completion_slot=999)), to(Peer()))
+        outgoing.begin(write(room, recipient(completion_slot=999)), to(Peer()))
     assert len(outgoing._free_completions) == COMPLETION_SLOTS
     assert len(outgoing) == 0
 
 
 def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing):
-    use, transfer = Room(1, 0.0), Transfer(raises={"callback"})
-    outgoing.begin(write(use), to(Peer(transfer)))
+    room, transfer = Room(1, 0.0), Transfer(raises={"callback"})
+    outgoing.begin(write(room), to(Peer(transfer)))
     assert outgoing.overlooked() == []
     transfer.status = te.Status.DONE
     (ended,) = outgoing.overlooked()
     outcome = outgoing.outcome(ended)
     assert outcome is not None
-    assert (outcome.room, outcome.peer, outcome.nth, outcome.failure) == (use, "a", 1, None)
+    assert (outcome.room, outcome.peer, outcome.nth, outcome.failure) == (room, "a", 1, None)
     assert outgoing.overlooked() == []
     assert outgoing.outcome(ended) is None, "said twice"
     assert len(outgoing._free_completions) == COMPLETION_SLOTS
 
 
 def test_what_counts_as_sent_has_landed(outgoing):
-    use, transfers = Room(1, 0.0), [Transfer(raises={"callback"}) for _ in range(3)]
+    room, transfers = Room(1, 0.0), [Transfer(raises={"callback"}) for _ in range(3)]
     ends = [te.Status.CANCELLED, te.Status.DONE, te.Status.FAILED]
     asked, peer = recipient(), Peer(*transfers)
     for nth, (transfer, end) in enumerate(zip(transfers, ends, strict=True)):
-        outgoing.begin(write(use, asked, last=nth == 2), to(peer))
+        outgoing.begin(write(room, asked, last=nth == 2), to(peer))
         transfer.status = end
     outcomes = [outgoing.outcome(ended) for ended in outgoing.overlooked()]
     assert [(one.nth, one.failure is None) for one in outcomes] == [
@@ -130,14 +130,14 @@ def test_what_counts_as_sent_has_landed(outgoing):
 
 
 def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog):
-    use, transfers = Room(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
+    room, transfers = Room(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
     peer, asked = Peer(*transfers), recipient()
     keys = []
     for _ in transfers:
-        one = write(use, asked)
+        one = write(room, asked)
         outgoing.begin(one, to(peer))
         keys.append(one.key)
-    outgoing.cancel(use, [*keys, ("another one", 1)])
+    outgoing.cancel(room, [*keys, ("another one", 1)])
     assert [transfer.cancelled for transfer in transfers] == [True, False, True]
     assert "cannot cancel the" in caplog.text
 
@@ -151,9 +151,9 @@ def test_a_bug_in_the_writing_of_a_chunk_ends_the_room_on_both_sides():
         chunk = Chunk(np.array([1]), 0, 0, 0.0, states=None)  # type: ignore[arg-type]
         pair.prefill.side.send_chunk(source, chunk)
         until(lambda: source.view.over and target.view.over, "both sides let go of the room")
-        for use in (source, target):
-            assert use.view.state is RoomState.FAILED
-            assert "internal error: TypeError" in (use.view.reason or "")
+        for room in (source, target):
+            assert room.view.state is RoomState.FAILED
+            assert "internal error: TypeError" in (room.view.reason or "")
         pair.complete(8, [1], [2], aux=0)
 
 
@@ -187,6 +187,6 @@ def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monk
 def _asked(instance: Ranks):
     handed = instance.open(1)
     instance.name_pages(handed, 4)
-    for use in handed.sources.values():
-        until(lambda use=use: use.view.state is RoomState.READY, "the rank was asked")
+    for room in handed.sources.values():
+        until(lambda room=room: room.view.state is RoomState.READY, "the rank was asked")
     return handed

@@ -77,28 +77,28 @@ def test_the_last_chunks_of_a_batch_cost_one_wake_up_in_the_first_poll(side):
 
 
 def test_a_lone_request_in_the_middle_of_its_prompt_wakes_the_loop_itself(side):
-    use = ready_room(side, 1)
+    room = ready_room(side, 1)
     before = side._loop.wakes
-    side.send_chunk(use, chunk(last=False))
+    side.send_chunk(room, chunk(last=False))
     assert (side._loop.left, side._loop.wakes) == ([], before + 1)
 
 
 @pytest.mark.parametrize("other", ["waits for its decode rank", "is sent"])
 def test_a_chunk_waits_for_the_poll_of_another_room(side, other):
-    use = ready_room(side, 1)
+    room = ready_room(side, 1)
     if other == "is sent":
         side.send_chunk(ready_room(side, 2), chunk(last=True))
     else:
         side.open_room(2, register_dp_rank=False)
     side._loop.wake()
     before = side._loop.wakes
-    side.send_chunk(use, chunk(last=False))
+    side.send_chunk(room, chunk(last=False))
     assert (len(side._loop.left), side._loop.wakes) == (1, before)
 
 
 @pytest.mark.parametrize("end", ["over", "closed", "aborted"])
 def test_rooms_that_are_over_are_not_waited_for(side, end):
-    use, other = ready_room(side, 1), side.open_room(2, register_dp_rank=False)
+    room, other = ready_room(side, 1), side.open_room(2, register_dp_rank=False)
     match end:
         case "over":
             other.view = RoomView(RoomState.FAILED)
@@ -108,7 +108,7 @@ def test_rooms_that_are_over_are_not_waited_for(side, end):
         case "aborted":
             side.abort(other, "a test")
     before = side._loop.wakes
-    side.send_chunk(use, chunk(last=False))
+    side.send_chunk(room, chunk(last=False))
     assert (side._loop.left, side._loop.wakes) == ([], before + 1)
 
 

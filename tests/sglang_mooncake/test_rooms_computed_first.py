@@ -27,28 +27,28 @@ def rooms() -> Rooms:
 
 
 def test_a_decode_rank_that_waits_is_told_once_the_prompt_is_computed(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == []
-    assert rooms.handle(prefill.Computed(use), 0) == COMPUTED
-    assert rooms.handle(prefill.Computed(use), 0) == [], "once"
-    assert use.view.state is RoomState.OPEN
+    assert rooms.handle(prefill.Computed(room), 0) == COMPUTED
+    assert rooms.handle(prefill.Computed(room), 0) == [], "once"
+    assert room.view.state is RoomState.OPEN
     rooms.handle(prefill.Requested("a", request(1, generation=7)), 0)
-    assert use.view.state is RoomState.READY
-    (write,) = rooms.handle(prefill.ChunkSent(use, chunk(2)), 0)
+    assert room.view.state is RoomState.READY
+    (write,) = rooms.handle(prefill.ChunkSent(room, chunk(2)), 0)
     assert isinstance(write, prefill.Write)
     assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == [], "a repetition"
 
 
 def test_one_that_comes_after_that_is_told_at_once(rooms):
-    use = opened(rooms)
-    assert rooms.handle(prefill.Computed(use), 0) == []
+    room = opened(rooms)
+    assert rooms.handle(prefill.Computed(room), 0) == []
     assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == COMPUTED
 
 
 def test_one_that_comes_before_the_room_is_opened_is_kept(rooms):
     assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == []
-    use = opened(rooms)
-    assert rooms.handle(prefill.Computed(use), 0) == COMPUTED
+    room = opened(rooms)
+    assert rooms.handle(prefill.Computed(room), 0) == COMPUTED
 
 
 def test_one_whose_room_never_opens_is_told_so(rooms):
@@ -59,56 +59,58 @@ def test_one_whose_room_never_opens_is_told_so(rooms):
 
 
 def test_one_that_comes_too_late_is_told_why(rooms):
-    use = opened(rooms)
-    rooms.handle(Aborted(use, "the client went away"), 0)
+    room = opened(rooms)
+    rooms.handle(Aborted(room, "the client went away"), 0)
     (tell,) = rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     assert "the client went away" in tell.message.reason
 
 
 def test_those_who_wait_are_told_of_a_bad_end(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
-    tell, _ = rooms.handle(Aborted(use, "the client went away"), 0)
+    tell, _ = rooms.handle(Aborted(room, "the client went away"), 0)
     assert (tell.peer, tell.message.generation) == ("a", 7)
 
 
 def test_one_that_gives_up_ends_the_room_at_once(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
-    assert rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 7, "gone")), 0) == [prefill.Over(use)]
-    assert use.view.state is RoomState.ABORTED
+    assert rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 7, "gone")), 0) == [
+        prefill.Over(room)
+    ]
+    assert room.view.state is RoomState.ABORTED
 
 
 def test_an_abort_that_was_faster_than_its_wait_ends_the_room(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 7, "gone")), 0)
     rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
-    assert use.view.state is RoomState.ABORTED
+    assert room.view.state is RoomState.ABORTED
 
 
 def test_the_abort_of_a_former_use_does_not(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 0, "gone")), 0)
     rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     rooms.handle(Tick(), prefill_room.ABORT_GRACE_S)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
 
 
 def test_one_that_is_lost_ends_the_room(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     rooms.handle(prefill.PeerLost("a", "lost a"), 0)
-    assert (use.view.state, use.view.reason) == (RoomState.FAILED, "lost a")
+    assert (room.view.state, room.view.reason) == (RoomState.FAILED, "lost a")
 
 
 def test_the_clock_starts_with_the_computed_prompt(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     assert rooms.handle(Tick(), 100 * TIMEOUT_S) == []
-    rooms.handle(prefill.Computed(use), 100 * TIMEOUT_S)
+    rooms.handle(prefill.Computed(room), 100 * TIMEOUT_S)
     rooms.handle(Tick(), 100 * TIMEOUT_S)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Tick(), 101 * TIMEOUT_S)
-    assert use.view.state is RoomState.TIMED_OUT
+    assert room.view.state is RoomState.TIMED_OUT
 
 
 # --- decode ---
@@ -119,50 +121,50 @@ P0, P1 = decode.RoomSource("p0"), decode.RoomSource("p1", aux=False)
 def linked(*sources: decode.RoomSource) -> tuple[decode.DecodeRooms, Room, list]:
     deadlines = decode.DecodeDeadlines(bootstrap_s=10.0, waiting_s=20.0)
     rooms = decode.DecodeRooms(deadlines, 4, 100, CountedTags(200), computed_first=True)
-    use = Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(decode.SourcesChosen(use, sources), 0)
+    room = Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(decode.SourcesChosen(room, sources), 0)
     said = [one for source in sources for one in rooms.handle(decode.LinkUp(source.link), 0)]
-    return rooms, use, said
+    return rooms, room, said
 
 
 def test_a_room_is_ready_once_every_source_has_computed():
-    rooms, use, said = linked(P0, P1)
+    rooms, room, said = linked(P0, P1)
     assert said == [decode.Tell(link, RoomWait(1, 100)) for link in ("p0", "p1")]
-    assert use.view.state is RoomState.COMPUTING
+    assert room.view.state is RoomState.COMPUTING
     rooms.handle(decode.PeerComputed("p0", RoomComputed(1, 100)), 0)
     rooms.handle(decode.PeerComputed("p1", RoomComputed(1, 99)), 0)
-    assert use.view.state is RoomState.COMPUTING, "that was a former use of the number"
+    assert room.view.state is RoomState.COMPUTING, "that was a former use of the number"
     rooms.handle(decode.PeerComputed("p1", RoomComputed(1, 100)), 0)
-    assert use.view.state is RoomState.READY
-    named = decode.PagesNamed(use, np.array([4, 5]), 2, 8)
+    assert room.view.state is RoomState.READY
+    named = decode.PagesNamed(room, np.array([4, 5]), 2, 8)
     asked = [i.message for i in rooms.handle(named, 0) if isinstance(i, decode.Tell)]
     assert [message.generation for message in asked] == [100, 100]
 
 
 def test_pages_that_are_named_too_early_are_asked_for_once_the_prompt_is_computed():
-    rooms, use, _ = linked(P0, P1)
-    assert rooms.handle(decode.PagesNamed(use, np.array([4, 5]), 2, 8), 0) == []
+    rooms, room, _ = linked(P0, P1)
+    assert rooms.handle(decode.PagesNamed(room, np.array([4, 5]), 2, 8), 0) == []
     rooms.handle(decode.PeerComputed("p0", RoomComputed(1, 100)), 0)
     instructions = rooms.handle(decode.PeerComputed("p1", RoomComputed(1, 100)), 0)
     assert len([one for one in instructions if isinstance(one, decode.Tell)]) == 2
-    assert use.view.state is RoomState.REQUESTED
+    assert room.view.state is RoomState.REQUESTED
 
 
 def test_a_prompt_that_is_never_computed_ends_the_room():
-    rooms, use, _ = linked(P0)
+    rooms, room, _ = linked(P0)
     tell, _ = rooms.handle(Tick(), 20.0)
-    assert tell == decode.Tell("p0", RoomAbort(1, 100, use.view.reason))
-    assert use.view.state is RoomState.TIMED_OUT
-    assert "compute the prompt within 20 s" in use.view.reason
+    assert tell == decode.Tell("p0", RoomAbort(1, 100, room.view.reason))
+    assert room.view.state is RoomState.TIMED_OUT
+    assert "compute the prompt within 20 s" in room.view.reason
 
 
 def test_a_wait_that_cannot_be_said_ends_the_room():
-    rooms, use, (tell,) = linked(P0)
+    rooms, room, (tell,) = linked(P0)
     failed = decode.after_failure(tell, OSError("no memory"))
     rooms.handle(failed, 0)
-    assert use.view.state is RoomState.FAILED
-    assert "no memory" in use.view.reason
+    assert room.view.state is RoomState.FAILED
+    assert "no memory" in room.view.reason
 
 
 def test_between_ranks_pages_are_named_after_the_prompt_is_computed():

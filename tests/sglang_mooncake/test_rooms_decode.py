@@ -57,8 +57,8 @@ def requested(rooms: DecodeRooms, room: int = 1, link: str = "p0") -> Room:
     return use
 
 
-def tags_of(use: Room) -> tuple[int, ...]:
-    return tuple(expected.tag for expected in use.view.expected)
+def tags_of(room: Room) -> tuple[int, ...]:
+    return tuple(expected.tag for expected in room.view.expected)
 
 
 def asked(instruction: object) -> RoomRequest:
@@ -68,15 +68,15 @@ def asked(instruction: object) -> RoomRequest:
 
 
 def test_a_room_goes_from_open_to_done_and_gives_its_completion_record_slots_back():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    chosen = SourcesChosen(use, (RoomSource("p0", 3), RoomSource("p1", 2, aux=False, state=False)))
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    chosen = SourcesChosen(room, (RoomSource("p0", 3), RoomSource("p1", 2, aux=False, state=False)))
     assert rooms.handle(chosen, 0) == [OpenLink("p0"), OpenLink("p1")]
     rooms.handle(LinkUp("p0"), 0)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(LinkUp("p1"), 0)
-    assert use.view.state is RoomState.READY
-    named = PagesNamed(use, np.array([4, 5]), 2, 8, states=(np.array([7]),))
+    assert room.view.state is RoomState.READY
+    named = PagesNamed(room, np.array([4, 5]), 2, 8, states=(np.array([7]),))
     expect, other, *tells = rooms.handle(named, 0)
     assert [type(expect), type(other)] == [Expect, Expect]
     assert [expect.link, other.link] == ["p0", "p1"], "each may write under its own tag alone"
@@ -85,49 +85,49 @@ def test_a_room_goes_from_open_to_done_and_gives_its_completion_record_slots_bac
     assert first.target is not None
     assert second.target is not None
     asked_for = [(t.tag, t.completion_slot) for t in (first.target, second.target)]
-    assert asked_for == [(expected.tag, expected.slot) for expected in use.view.expected]
+    assert asked_for == [(expected.tag, expected.slot) for expected in room.view.expected]
     assert (first.target.num_pages, first.target.aux_slot) == (2, 2)
     assert [len(indices) for indices in first.target.states] == [4]
     assert (second.target.aux_slot, second.target.states) == (None, ())
     assert rooms.free_completion_slots == SLOTS - 2
-    (fence,) = rooms.handle(Arrived(use), 0)
+    (fence,) = rooms.handle(Arrived(room), 0)
     assert isinstance(fence, Fence)
-    assert fence.tags == tags_of(use)
-    assert use.view.state is RoomState.DONE
-    rooms.handle(Closed(use), 0)
-    rooms.handle(Fenced(use), 0)
+    assert fence.tags == tags_of(room)
+    assert room.view.state is RoomState.DONE
+    rooms.handle(Closed(room), 0)
+    rooms.handle(Fenced(room), 0)
     assert (len(rooms), rooms.free_completion_slots) == (0, SLOTS)
 
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     """By which SGLang's tests know it."""
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(Closed(use), 0)
-    assert use.view.state is RoomState.ABORTED
-    assert "abort" in use.view.reason
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(Closed(room), 0)
+    assert room.view.state is RoomState.ABORTED
+    assert "abort" in room.view.reason
 
 
 def test_a_room_asks_for_the_links_that_do_not_stand():
     rooms = new_rooms()
     first = requested(rooms, 1)
-    use = Room(2, 0.0)
-    rooms.handle(Opened(use), 0)
-    assert rooms.handle(SourcesChosen(use, (P0, P1B)), 0) == [OpenLink("p1")]
+    room = Room(2, 0.0)
+    rooms.handle(Opened(room), 0)
+    assert rooms.handle(SourcesChosen(room, (P0, P1B)), 0) == [OpenLink("p1")]
     assert rooms.handle(LinkUp("p0"), 0) == rooms.handle(LinkUp("p0"), 0) == []
-    assert use.view.state is RoomState.OPEN, "said twice is said once"
+    assert room.view.state is RoomState.OPEN, "said twice is said once"
     rooms.handle(LinkUp("p1"), 0)
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY
     assert first.view.state is RoomState.REQUESTED
 
 
 def test_a_room_whose_links_stand_is_ready_as_its_sources_are_chosen():
-    rooms, use = new_rooms(), Room(3, 0.0)
+    rooms, room = new_rooms(), Room(3, 0.0)
     first = requested(rooms, 1)
     rooms.handle(LinkUp("p1"), 0)
-    rooms.handle(Opened(use), 0)
-    assert rooms.handle(SourcesChosen(use, (P0, P1B)), 0) == []
-    assert use.view.state is RoomState.READY
+    rooms.handle(Opened(room), 0)
+    assert rooms.handle(SourcesChosen(room, (P0, P1B)), 0) == []
+    assert room.view.state is RoomState.READY
     assert rooms.standing.keys() == {"p0", "p1"}
     rooms.handle(LinkDown("p0", "gone"), 0)
     rooms.handle(LinkRefused("p1", "gone"), 0)
@@ -140,42 +140,42 @@ def test_a_room_whose_links_stand_is_ready_as_its_sources_are_chosen():
 
 
 def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     abort = Tell("p0", RoomAbort(1, 0, "too many open files"))
-    assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [abort, Over(use)]
-    assert (use.view.state, use.view.reason) == (RoomState.FAILED, "too many open files")
+    assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [abort, Over(room)]
+    assert (room.view.state, room.view.reason) == (RoomState.FAILED, "too many open files")
 
 
 def test_a_prefill_rank_that_refuses_is_told_that_it_will_never_be_asked():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     told = rooms.handle(LinkRefused("p0", "another page size"), 0)
-    assert told == [Tell("p0", RoomAbort(1, 0, "another page size", refused=True)), Over(use)]
+    assert told == [Tell("p0", RoomAbort(1, 0, "another page size", refused=True)), Over(room)]
 
 
 def test_a_prefill_rank_that_does_not_fit_is_told_that_it_will_never_be_asked():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    told = rooms.handle(NotServed(use, ("p0",), "another page size"), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    told = rooms.handle(NotServed(room, ("p0",), "another page size"), 0)
     abort = RoomAbort(1, 0, "another page size", refused=True)
-    assert told == [OpenLink("p0"), Tell("p0", abort), Over(use)]
+    assert told == [OpenLink("p0"), Tell("p0", abort), Over(room)]
 
 
 def test_pages_that_are_named_before_the_links_stand_are_asked_for_once_they_do():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0, P1B)), 0)
-    use.named = True
-    assert rooms.handle(PagesNamed(use, np.array([4, 5]), 2, 8), 0) == []
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0, P1B)), 0)
+    room.named = True
+    assert rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 8), 0) == []
     assert rooms.handle(LinkUp("p0"), 0) == []
-    assert use.view.state is RoomState.OPEN
-    assert not use.view.exposed
+    assert room.view.state is RoomState.OPEN
+    assert not room.view.exposed
     instructions = rooms.handle(LinkUp("p1"), 0)
     assert [type(one) for one in instructions] == [Expect, Expect, Tell, Tell]
-    assert use.view.state is RoomState.REQUESTED
+    assert room.view.state is RoomState.REQUESTED
 
 
 @pytest.mark.parametrize("end", ["link", "abort"])
@@ -202,93 +202,93 @@ def test_pages_of_a_room_that_ends_before_its_links_stand_are_never_exposed(end)
 
 def test_pages_with_numbers_that_are_none_end_their_room_when_they_are_named():
     """And not when its links stand, which other rooms wait for, too."""
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     with pytest.raises(ValueError, match="index outside"):
-        rooms.handle(PagesNamed(use, np.array([-1]), 0, 0), 0)
+        rooms.handle(PagesNamed(room, np.array([-1]), 0, 0), 0)
     assert rooms.handle(LinkUp("p0"), 0) == []
 
 
 def test_when_the_scheduler_may_name_pages():
-    use = Room(1, 0.0)
-    assert not use.nameable
-    use.linked = True
-    assert use.nameable
+    room = Room(1, 0.0)
+    assert not room.nameable
+    room.linked = True
+    assert room.nameable
     for state in set(RoomState) - {RoomState.OPEN, RoomState.READY}:
-        use.view = RoomView(state)
-        assert not use.nameable
-    use.view, use.linked = RoomView(RoomState.READY), False
-    assert use.nameable
+        room.view = RoomView(state)
+        assert not room.nameable
+    room.view, room.linked = RoomView(RoomState.READY), False
+    assert room.nameable
 
 
 def test_pages_that_were_withdrawn_before_the_loop_published_them_are_never_exposed():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     rooms.handle(LinkUp("p0"), 0)
-    use.named = use.withdrawn = True  # both on the scheduler's thread, in one step
-    assert not use.releasable
-    assert rooms.handle(PagesNamed(use, np.array([4, 5]), 2, 0), 0) == []
-    assert not use.view.exposed
-    tell, over = rooms.handle(Aborted(use, "another rank failed"), 0)
+    room.named = room.withdrawn = True  # both on the scheduler's thread, in one step
+    assert not room.releasable
+    assert rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 0), 0) == []
+    assert not room.view.exposed
+    tell, over = rooms.handle(Aborted(room, "another rank failed"), 0)
     assert isinstance(tell, Tell)
-    assert over == Over(use)
-    assert use.releasable
-    assert rooms.handle(PagesNamed(use, np.array([4, 5]), 2, 0), 0) == []
-    assert not use.view.exposed
+    assert over == Over(room)
+    assert room.releasable
+    assert rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 0), 0) == []
+    assert not room.view.exposed
 
 
 def test_named_pages_are_not_released_before_the_fence_is_confirmed():
     rooms = new_rooms()
-    use = requested(rooms)
-    use.named = True
-    rooms.handle(Arrived(use), 0)
-    assert use.view.over
-    assert not use.releasable, "its tag is still open"
-    rooms.handle(Fenced(use), 0)
-    assert use.releasable
+    room = requested(rooms)
+    room.named = True
+    rooms.handle(Arrived(room), 0)
+    assert room.view.over
+    assert not room.releasable, "its tag is still open"
+    rooms.handle(Fenced(room), 0)
+    assert room.releasable
 
 
 def test_a_scheduler_that_never_names_pages_holds_the_room_for_an_hour_at_most():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     rooms.handle(LinkUp("p0"), 5.0)
     rooms.handle(Tick(), 5.0 + DEADLINES.ready_s - 1)
-    assert use.view.state is RoomState.READY, "it may wait long for free memory"
+    assert room.view.state is RoomState.READY, "it may wait long for free memory"
     rooms.handle(Tick(), 5.0 + DEADLINES.ready_s)
-    assert use.view.state is RoomState.TIMED_OUT
-    assert "allocated no pages for the request within 3600 s" in (use.view.reason or "")
+    assert room.view.state is RoomState.TIMED_OUT
+    assert "allocated no pages for the request within 3600 s" in (room.view.reason or "")
 
 
 def test_an_aborted_room_is_fenced_before_it_is_over_and_before_anybody_is_told():
     rooms = new_rooms()
-    use = requested(rooms)
-    fence, tell = rooms.handle(Aborted(use, "client gone"), 0)
+    room = requested(rooms)
+    fence, tell = rooms.handle(Aborted(room, "client gone"), 0)
     assert isinstance(fence, Fence)
-    assert tell == Tell("p0", RoomAbort(1, use.view.generation, "client gone"))
-    assert use.view.state is RoomState.ENDING
-    rooms.handle(Fenced(use), 0)
-    assert use.view.state is RoomState.ABORTED
+    assert tell == Tell("p0", RoomAbort(1, room.view.generation, "client gone"))
+    assert room.view.state is RoomState.ENDING
+    rooms.handle(Fenced(room), 0)
+    assert room.view.state is RoomState.ABORTED
 
 
 def test_a_room_that_named_no_pages_needs_no_fence():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    assert rooms.handle(Broken(use, "no such instance"), 0) == [Over(use)]
-    assert use.view.state is RoomState.FAILED
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    assert rooms.handle(Broken(room, "no such instance"), 0) == [Over(room)]
+    assert room.view.state is RoomState.FAILED
 
 
 def test_a_lost_link_fails_its_rooms_and_is_opened_again_by_the_next():
     rooms = new_rooms()
-    use = requested(rooms)
+    room = requested(rooms)
     fence, tell = rooms.handle(LinkDown("p0", "prefill rank died"), 0)
-    rooms.handle(Fenced(use), 0)
+    rooms.handle(Fenced(room), 0)
     assert isinstance(fence, Fence)
     # By the next link; see `DecodeLinks.send`.
-    assert tell == Tell("p0", RoomAbort(use.number, use.view.generation, "prefill rank died"))
-    assert (use.view.state, use.view.reason) == (RoomState.FAILED, "prefill rank died")
+    assert tell == Tell("p0", RoomAbort(room.number, room.view.generation, "prefill rank died"))
+    assert (room.view.state, room.view.reason) == (RoomState.FAILED, "prefill rank died")
     again = Room(2, 0.0)
     rooms.handle(Opened(again), 0)
     assert rooms.handle(SourcesChosen(again, (RoomSource("p0"),)), 0) == [OpenLink("p0")]
@@ -296,27 +296,27 @@ def test_a_lost_link_fails_its_rooms_and_is_opened_again_by_the_next():
 
 def test_the_prefill_sides_failure_ends_the_room_it_names_and_no_other():
     rooms = new_rooms()
-    use, other = requested(rooms, 1), requested(rooms, 2)
-    rooms.handle(PeerFailed("p0", RoomFailed(1, use.view.generation + 99, "stale")), 0)
-    assert use.view.state is RoomState.REQUESTED
-    rooms.handle(PeerFailed("p0", RoomFailed(1, use.view.generation, "out of memory")), 0)
-    rooms.handle(Fenced(use), 0)
-    assert (use.view.state, use.view.reason) == (RoomState.FAILED, "out of memory")
+    room, other = requested(rooms, 1), requested(rooms, 2)
+    rooms.handle(PeerFailed("p0", RoomFailed(1, room.view.generation + 99, "stale")), 0)
+    assert room.view.state is RoomState.REQUESTED
+    rooms.handle(PeerFailed("p0", RoomFailed(1, room.view.generation, "out of memory")), 0)
+    rooms.handle(Fenced(room), 0)
+    assert (room.view.state, room.view.reason) == (RoomState.FAILED, "out of memory")
     assert other.view.state is RoomState.REQUESTED
 
 
 def test_both_deadlines_end_in_a_sentence_that_names_the_setting():
     rooms, waiting = new_rooms(), Room(1, 0.0)
     rooms.handle(Opened(waiting), 0)
-    use = requested(rooms, 2)
+    room = requested(rooms, 2)
     rooms.handle(Tick(), 10.0)
     assert waiting.view.state is RoomState.TIMED_OUT
     assert "within 10 s (bootstrap_s)" in (waiting.view.reason or "")
-    assert use.view.state is RoomState.REQUESTED
+    assert room.view.state is RoomState.REQUESTED
     rooms.handle(Tick(), 20.0)
-    rooms.handle(Fenced(use), 20.0)
-    assert use.view.state is RoomState.TIMED_OUT
-    assert "within 20 s (waiting_s)" in (use.view.reason or "")
+    rooms.handle(Fenced(room), 20.0)
+    assert room.view.state is RoomState.TIMED_OUT
+    assert "within 20 s (waiting_s)" in (room.view.reason or "")
 
 
 def test_without_a_free_completion_record_slot_the_room_fails_and_the_others_go_on():
@@ -334,30 +334,30 @@ def test_without_a_free_completion_record_slot_the_room_fails_and_the_others_go_
 
 def two_sources(rooms: DecodeRooms, other: RoomSource) -> Room:
     """A requested room, from `p0` and another one."""
-    use = Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (RoomSource("p0"), other)), 0)
+    room = Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (RoomSource("p0"), other)), 0)
     for link in ("p0", other.link):
         rooms.handle(LinkUp(link), 0)
-    rooms.handle(PagesNamed(use, np.array([4, 5]), 2, 8), 0)
-    assert use.view.state is RoomState.REQUESTED
-    return use
+    rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 8), 0)
+    assert room.view.state is RoomState.REQUESTED
+    return room
 
 
 def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
-    rooms, use = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (IDLE, P0)), 0)
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (IDLE, P0)), 0)
     rooms.handle(LinkUp("p0"), 0)
-    assert use.view.state is RoomState.OPEN, "it must be reachable, too"
+    assert room.view.state is RoomState.OPEN, "it must be reachable, too"
     rooms.handle(LinkUp("p1"), 0)
-    expect, first, second = rooms.handle(PagesNamed(use, np.array([4]), 2, 8), 0)
+    expect, first, second = rooms.handle(PagesNamed(room, np.array([4]), 2, 8), 0)
     assert isinstance(expect, Expect)
     assert expect.link == "p0", "the other sends nothing"
     assert asked(first).target is None
     assert asked(second).target is not None
-    assert asked(first).generation == asked(second).generation == use.view.generation
-    assert [(expected.tag, expected.slot) for expected in use.view.expected] == [
+    assert asked(first).generation == asked(second).generation == room.view.generation
+    assert [(expected.tag, expected.slot) for expected in room.view.expected] == [
         (expect.tag, expect.slot)
     ]
     assert rooms.free_completion_slots == SLOTS - 1
@@ -366,19 +366,19 @@ def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
 @pytest.mark.parametrize("other", [P1B, IDLE], ids=["sends", "sends nothing"])
 def test_a_source_that_fails_fails_the_room_and_the_others_are_told(other):
     rooms = new_rooms()
-    use = two_sources(rooms, other)
-    message = RoomFailed(1, use.view.generation, "out of memory")
+    room = two_sources(rooms, other)
+    message = RoomFailed(1, room.view.generation, "out of memory")
     fence, tell = rooms.handle(PeerFailed("p1", message), 0)
     assert isinstance(fence, Fence)
-    assert fence.tags == tags_of(use), "all sources are fenced"
-    assert tell == Tell("p0", RoomAbort(1, use.view.generation, "out of memory"))
+    assert fence.tags == tags_of(room), "all sources are fenced"
+    assert tell == Tell("p0", RoomAbort(1, room.view.generation, "out of memory"))
 
 
 def test_a_stranger_cannot_fail_a_room():
     rooms = new_rooms()
-    use = requested(rooms)
-    assert rooms.handle(PeerFailed("p9", RoomFailed(1, use.view.generation, "no")), 0) == []
-    assert use.view.state is RoomState.REQUESTED
+    room = requested(rooms)
+    assert rooms.handle(PeerFailed("p9", RoomFailed(1, room.view.generation, "no")), 0) == []
+    assert room.view.state is RoomState.REQUESTED
 
 
 @pytest.mark.parametrize("sources", [(), (IDLE,), (P0, P0), (RoomSource("p0", sends=False),)])
@@ -389,13 +389,13 @@ def test_a_room_has_exactly_one_source_of_metadata(sources):
 
 def test_pages_that_are_no_indices_change_nothing():
     rooms = new_rooms()
-    use = Room(1, 0.0)
-    rooms.handle(Opened(use), 0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0)
+    room = Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0)
     rooms.handle(LinkUp("p0"), 0)
     with pytest.raises(ValueError, match="-1"):
-        rooms.handle(PagesNamed(use, np.array([-1]), 0, 0), 0)
-    assert (use.view.state, rooms.free_completion_slots) == (RoomState.READY, SLOTS)
+        rooms.handle(PagesNamed(room, np.array([-1]), 0, 0), 0)
+    assert (room.view.state, rooms.free_completion_slots) == (RoomState.READY, SLOTS)
 
 
 class Aloof(Room):
@@ -410,15 +410,15 @@ class Aloof(Room):
 
 
 def test_a_link_that_is_heard_to_stand_again_touches_no_room(monkeypatch):
-    rooms, use = new_rooms(), Aloof(1, 0.0)
+    rooms, room = new_rooms(), Aloof(1, 0.0)
     rooms.handle(LinkUp("p0"), 0.0)
-    rooms.handle(Opened(use), 0.0)
-    rooms.handle(SourcesChosen(use, (P0,)), 0.0)
+    rooms.handle(Opened(room), 0.0)
+    rooms.handle(SourcesChosen(room, (P0,)), 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Aloof, "is_left", True)
         rooms.handle(LinkUp("p0"), 0.0)
         rooms.handle(PeerFailed("p0", RoomFailed(1, 7, "another use")), 0.0)
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY
 
 
 def test_what_happens_to_a_link_touches_the_rooms_that_have_it_alone(monkeypatch):

@@ -74,13 +74,13 @@ class AnyOrder(RuleBasedStateMachine):
     # --- the shell ---
 
     def handle(self, event, now_s):
-        before = {use.serial: use.view.exposed for use in self.uses}
-        given_up = {use.serial for use in self.uses if use.withdrawn}
+        before = {room.serial: room.view.exposed for room in self.uses}
+        given_up = {room.serial for room in self.uses if room.withdrawn}
         instructions = self.rooms.handle(event, now_s)
-        for use in self.uses:
-            if use.view.exposed and not before[use.serial]:
-                assert use.serial not in given_up, "exposed after it was given up"
-                assert use.named, "exposed before it was named"
+        for room in self.uses:
+            if room.view.exposed and not before[room.serial]:
+                assert room.serial not in given_up, "exposed after it was given up"
+                assert room.named, "exposed before it was named"
         return instructions
 
     def perform(self, instruction):
@@ -100,8 +100,8 @@ class AnyOrder(RuleBasedStateMachine):
                 assert target.tag in self.open_tags | self.refused_tags, "told before it was open"
             case Fence():
                 self.unconfirmed.append(instruction)
-            case Over(use):
-                self.over.append(use)
+            case Over(room):
+                self.over.append(room)
 
     # --- the scheduler: its flags are seen at once, its events later ---
 
@@ -121,39 +121,39 @@ class AnyOrder(RuleBasedStateMachine):
         for source in sources:
             self.compute(source.link, self.uses[-1])
 
-    def compute(self, link, use):
-        said = RoomComputed(use.number, use.view.generation)
+    def compute(self, link, room):
+        said = RoomComputed(room.number, room.view.generation)
         self.executor.submit(PeerComputed(link, said))
 
     @property
     def ready(self):
-        return [use for use in self.uses if use.view.state is RoomState.READY and not use.named]
+        return [room for room in self.uses if room.view.state is RoomState.READY and not room.named]
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data(), given_up=st.sampled_from([None, None, Aborted, Broken]))
     def name_pages(self, data, given_up):
         """At the right time, and perhaps given up in the same step of the scheduler."""
-        use = data.draw(st.sampled_from(self.ready))
-        use.named = True
-        self.inbox.append(PagesNamed(use, np.array([1]), 0, 0))
+        room = data.draw(st.sampled_from(self.ready))
+        room.named = True
+        self.inbox.append(PagesNamed(room, np.array([1]), 0, 0))
         if given_up is not None:
-            use.withdrawn = True
-            self.inbox.append(given_up(use, "another rank failed"))
+            room.withdrawn = True
+            self.inbox.append(given_up(room, "another rank failed"))
 
     @precondition(lambda self: self.uses)
     @rule(data=st.data(), what=st.sampled_from(["pages", "arrive", "abort", "break", "close"]))
     def scheduler(self, data, what):
-        alive = [use for use in self.uses if not use.view.over]
-        use = data.draw(st.sampled_from(alive or self.uses))
+        alive = [room for room in self.uses if not room.view.over]
+        room = data.draw(st.sampled_from(alive or self.uses))
         if what == "pages":
-            use.named = True
-            self.inbox.append(PagesNamed(use, np.array([1]), 0, 0))
+            room.named = True
+            self.inbox.append(PagesNamed(room, np.array([1]), 0, 0))
         elif what == "arrive":
-            self.inbox.append(Arrived(use))
+            self.inbox.append(Arrived(room))
         else:
-            use.withdrawn = True
-            events = {"abort": Aborted(use, "gone"), "break": Broken(use, "disagrees")}
-            self.inbox.append(events.get(what, Closed(use)))
+            room.withdrawn = True
+            events = {"abort": Aborted(room, "gone"), "break": Broken(room, "disagrees")}
+            self.inbox.append(events.get(what, Closed(room)))
 
     @precondition(lambda self: self.inbox)
     @rule(count=st.integers(1, 4))
@@ -181,9 +181,9 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.uses)
     @rule(data=st.data(), link=st.sampled_from(LINKS))
     def peer_fails(self, data, link):
-        use = data.draw(st.sampled_from(self.uses))
+        room = data.draw(st.sampled_from(self.uses))
         self.executor.submit(
-            PeerFailed(link, RoomFailed(use.number, use.view.generation, "failed"))
+            PeerFailed(link, RoomFailed(room.number, room.view.generation, "failed"))
         )
 
     @rule(what=st.sampled_from([OpenLink, Expect, Tell, Over]))
@@ -209,22 +209,22 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def released_pages_are_never_writable(self):
-        for use in self.uses:
-            if use.releasable and (use.named or use.view.over):
-                assert not self.open_tags & {expected.tag for expected in use.view.expected}
-                assert not (use.view.exposed and not use.view.over)
+        for room in self.uses:
+            if room.releasable and (room.named or room.view.over):
+                assert not self.open_tags & {expected.tag for expected in room.view.expected}
+                assert not (room.view.exposed and not room.view.over)
 
     @invariant()
     def ends_are_final(self):
-        for use in self.uses:
-            if use.view.state in ENDS:
-                end = (use.view.state, use.view.reason)
-                assert self.ends.setdefault(use.serial, end) == end
-                assert (use.view.reason is None) == (use.view.state is RoomState.DONE)
+        for room in self.uses:
+            if room.view.state in ENDS:
+                end = (room.view.state, room.view.reason)
+                assert self.ends.setdefault(room.serial, end) == end
+                assert (room.view.reason is None) == (room.view.state is RoomState.DONE)
 
     @invariant()
     def slots_are_held_by_rooms_that_are_not_safe(self):
-        held = sum(len(use.view.expected) for use in self.uses if not use.view.safe)
+        held = sum(len(room.view.expected) for room in self.uses if not room.view.safe)
         assert self.rooms.free_completion_slots == SLOTS - held
 
     @invariant()
@@ -233,7 +233,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def a_room_is_over_once(self):
-        assert len(self.over) == len({use.serial for use in self.over})
+        assert len(self.over) == len({room.serial for room in self.over})
 
     def teardown(self):
         """Every room ends once nothing more happens than that time passes and fences end."""
@@ -245,9 +245,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.executor.submit(Tick())
         while self.unconfirmed:
             self.confirm(self.unconfirmed[0])
-        assert all(use.view.safe and use.view.over for use in self.uses)
+        assert all(room.view.safe and room.view.over for room in self.uses)
         assert (len(self.rooms), self.rooms.free_completion_slots) == (0, SLOTS)
-        assert not self.open_tags & {a.tag for use in self.uses for a in use.view.expected}
+        assert not self.open_tags & {a.tag for room in self.uses for a in room.view.expected}
         assert self.rooms._table.is_empty
 
 

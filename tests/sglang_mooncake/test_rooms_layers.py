@@ -48,9 +48,9 @@ def rooms() -> Rooms:
     return Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
 
 
-def filled(use: Room, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
+def filled(room: Room, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
     """The pages of `chunk(pages, first)`; others with `add`."""
-    return LayersFilled(use, np.arange(pages) + add, first, below, 0.0)
+    return LayersFilled(room, np.arange(pages) + add, first, below, 0.0)
 
 
 def writes(instructions: list[Instruction]) -> list[Write]:
@@ -63,10 +63,10 @@ def reasons(instructions: list[Instruction]) -> list[str]:
 
 
 def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
-    use = ready(rooms)
+    room = ready(rooms)
     said = [
         instruction
-        for event in (filled(use, 2, 2), filled(use, 2, 5), ChunkSent(use, chunk(2)))
+        for event in (filled(room, 2, 2), filled(room, 2, 5), ChunkSent(room, chunk(2)))
         for instruction in rooms.handle(event, 0)
     ]
     assert [(one.layers, one.early, one.pages) for one in writes(said)] == [
@@ -82,28 +82,28 @@ def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
         2 * LAYERS,
     )
     assert last.completion.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + COMPLETION_BYTES
-    assert use.view.state is RoomState.ALL_SENT
+    assert room.view.state is RoomState.ALL_SENT
     for _ in range(3):
-        assert use.view.state is RoomState.ALL_SENT
-        rooms.handle(ended(rooms, use), 0)
-    assert use.view.state is RoomState.DONE
+        assert room.view.state is RoomState.ALL_SENT
+        rooms.handle(ended(rooms, room), 0)
+    assert room.view.state is RoomState.DONE
 
 
 def test_what_was_said_before_is_not_written_again(rooms):
-    use = ready(rooms)
-    assert len(rooms.handle(filled(use, 2, 3), 0)) == 1
-    assert rooms.handle(filled(use, 2, 3), 0) == rooms.handle(filled(use, 2, 1), 0) == []
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    assert rooms.handle(filled(use, 2, 5), 0) == [], "its chunk was sent"
+    room = ready(rooms)
+    assert len(rooms.handle(filled(room, 2, 3), 0)) == 1
+    assert rooms.handle(filled(room, 2, 3), 0) == rooms.handle(filled(room, 2, 1), 0) == []
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    assert rooms.handle(filled(room, 2, 5), 0) == [], "its chunk was sent"
 
 
 def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
-    use = ready(rooms)
-    assert len(rooms.handle(filled(use, 1, 4), 0)) == 1
-    assert len(rooms.handle(filled(use, 1, 2, first=1, add=1), 0)) == 1, "a second forward"
-    (first,) = writes(rooms.handle(ChunkSent(use, chunk(1, last=False)), 0))
+    room = ready(rooms)
+    assert len(rooms.handle(filled(room, 1, 4), 0)) == 1
+    assert len(rooms.handle(filled(room, 1, 2, first=1, add=1), 0)) == 1, "a second forward"
+    (first,) = writes(rooms.handle(ChunkSent(room, chunk(1, last=False)), 0))
     second = Chunk(np.array([1]), 1, 0, 0.0)
-    (last,) = writes(rooms.handle(ChunkSent(use, second), 0))
+    (last,) = writes(rooms.handle(ChunkSent(room, second), 0))
     assert (first.layers, last.layers) == (layers_from(4), layers_from(2))
     assert first.completion is None
     assert (last.completion.writes, last.completion.pages, last.completion.page_layers) == (
@@ -114,105 +114,105 @@ def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
 
 
 def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_way(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 1, 4, add=7), 0)
-    assert rooms.handle(ChunkSent(use, chunk(1, last=False)), 0) == []
-    assert rooms.handle(ChunkSent(use, chunk(1, first=1)), 0) == [], "it does not overtake"
-    assert rooms.handle(filled(use, 1, 4, first=1), 0) == [], "nor is it overtaken"
-    said = rooms.handle(ended(rooms, use), 0)
+    room = ready(rooms)
+    rooms.handle(filled(room, 1, 4, add=7), 0)
+    assert rooms.handle(ChunkSent(room, chunk(1, last=False)), 0) == []
+    assert rooms.handle(ChunkSent(room, chunk(1, first=1)), 0) == [], "it does not overtake"
+    assert rooms.handle(filled(room, 1, 4, first=1), 0) == [], "nor is it overtaken"
+    said = rooms.handle(ended(rooms, room), 0)
     assert reasons(said) == ["a chunk was sent with other pages than were announced"]
     whole = [one for one in said if isinstance(one, Write)]
     assert [(one.layers, tuple(one.span)) for one in whole] == [
         (EVERY_LAYER, (0,)),
         (EVERY_LAYER, (1,)),
     ]
-    assert use.view.state is RoomState.ALL_SENT
+    assert room.view.state is RoomState.ALL_SENT
     for _ in whole:
-        rooms.handle(ended(rooms, use), 0)
-    assert use.view.state is RoomState.DONE
+        rooms.handle(ended(rooms, room), 0)
+    assert room.view.state is RoomState.DONE
 
 
 def test_a_chunk_with_other_pages_goes_at_once_when_the_early_writes_have_ended(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 2, 4, add=7), 0)
-    assert rooms.handle(ended(rooms, use), 0) == []
-    said = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 4, add=7), 0)
+    assert rooms.handle(ended(rooms, room), 0) == []
+    said = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert [one.layers for one in said if isinstance(one, Write)] == [EVERY_LAYER]
     assert len(reasons(said)) == 1
 
 
 def test_a_chunk_that_covers_two_that_were_announced_is_written_whole(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 1, 4), 0)
-    rooms.handle(filled(use, 1, 4, first=1, add=1), 0)
-    assert rooms.handle(ChunkSent(use, chunk(2)), 0) == []
-    assert rooms.handle(ended(rooms, use), 0) == []
-    (write, _) = rooms.handle(ended(rooms, use), 0)
+    room = ready(rooms)
+    rooms.handle(filled(room, 1, 4), 0)
+    rooms.handle(filled(room, 1, 4, first=1, add=1), 0)
+    assert rooms.handle(ChunkSent(room, chunk(2)), 0) == []
+    assert rooms.handle(ended(rooms, room), 0) == []
+    (write, _) = rooms.handle(ended(rooms, room), 0)
     assert isinstance(write, Write)
     assert (write.layers, write.pages) == (EVERY_LAYER, 2)
 
 
 def test_an_announcement_again_with_other_pages_goes_late(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 2, 2), 0)
-    assert reasons(rooms.handle(filled(use, 2, 4, add=1), 0)) == [
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 2), 0)
+    assert reasons(rooms.handle(filled(room, 2, 4, add=1), 0)) == [
         "a chunk was announced again with other pages"
     ]
-    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(room, chunk(2)), 0))
     assert last.layers == layers_from(2)
 
 
 def test_announcements_that_overlap_are_not_both_taken(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 2, 2), 0)
-    said = rooms.handle(filled(use, 1, 2, first=1, add=1), 0)
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 2), 0)
+    said = rooms.handle(filled(room, 1, 2, first=1, add=1), 0)
     assert reasons(said) == ["chunks that overlap were announced"]
 
 
 @pytest.mark.parametrize(
     ("end", "left"),
     [
-        (lambda _, use: Aborted(use, "the client has gone"), 2),
-        (lambda _, use: RoomAborted("a", RoomAbort(use.number, 1, "the client has gone")), 2),
+        (lambda _, room: Aborted(room, "the client has gone"), 2),
+        (lambda _, room: RoomAborted("a", RoomAbort(room.number, 1, "the client has gone")), 2),
         (lambda *_: PeerLost("a", "its link is gone"), 2),
-        (lambda _, use: Opened(Room(use.number, 0.0)), 2),
-        (lambda rooms, use: ended(rooms, use, "the peer has gone"), 1),
+        (lambda _, room: Opened(Room(room.number, 0.0)), 2),
+        (lambda rooms, room: ended(rooms, room, "the peer has gone"), 1),
     ],
     ids=["abort", "abort of decode", "lost link", "newer request", "a write that fails"],
 )
 def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end, left):
-    use = ready(rooms)
-    rooms.handle(filled(use, 2, 2), 0)
-    rooms.handle(filled(use, 2, 4), 0)
-    said = rooms.handle(end(rooms, use), 0)
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 2), 0)
+    rooms.handle(filled(room, 2, 4), 0)
+    said = rooms.handle(end(rooms, room), 0)
     (cancel,) = [one for one in said if isinstance(one, CancelWrites)]
     assert len(cancel.keys) == left
-    assert use.view.exposed
-    assert rooms.handle(filled(use, 2, 6), 0) == []
-    assert rooms.handle(ChunkSent(use, chunk(2)), 0) == []
+    assert room.view.exposed
+    assert rooms.handle(filled(room, 2, 6), 0) == []
+    assert rooms.handle(ChunkSent(room, chunk(2)), 0) == []
     for nth in range(left):
-        assert use.view.state is RoomState.ENDING
-        said = rooms.handle(ended(rooms, use, "cancelled"), 0)
-        assert (Over(use) in said) == (nth == left - 1)
-    assert use.view.over
+        assert room.view.state is RoomState.ENDING
+        said = rooms.handle(ended(rooms, room, "cancelled"), 0)
+        assert (Over(room) in said) == (nth == left - 1)
+    assert room.view.over
 
 
 def test_a_room_that_ends_while_a_chunk_is_held_never_writes_it(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 1, 4, add=7), 0)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    rooms.handle(Aborted(use, "the client has gone"), 0)
-    assert rooms.handle(ended(rooms, use, "cancelled"), 0) == [Over(use)]
+    room = ready(rooms)
+    rooms.handle(filled(room, 1, 4, add=7), 0)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    rooms.handle(Aborted(room, "the client has gone"), 0)
+    assert rooms.handle(ended(rooms, room, "cancelled"), 0) == [Over(room)]
 
 
 def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothing(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3, share=PageShare(0, 2))), 0)
     rooms.handle(Requested("b", request(1, destinations=3, share=PageShare(1, 2))), 0)
     rooms.handle(Requested("c", nothing_wanted(1, destinations=3)), 0)
-    early = writes(rooms.handle(filled(use, 2, 2), 0))
+    early = writes(rooms.handle(filled(room, 2, 2), 0))
     assert [(one.peer, tuple(one.span)) for one in early] == [("a", (0,)), ("b", (1,))]
-    rest = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
+    rest = writes(rooms.handle(ChunkSent(room, chunk(2)), 0))
     assert [(one.peer, one.layers, one.completion.page_layers) for one in rest] == [
         ("a", layers_from(2), LAYERS),
         ("b", layers_from(2), LAYERS),
@@ -220,12 +220,12 @@ def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothin
 
 
 def test_what_cannot_go_early_goes_late_and_why_is_said(rooms):
-    use = opened(rooms)
-    assert rooms.handle(filled(use, 2, 2), 0) == [], "nobody has asked"
+    room = opened(rooms)
+    assert rooms.handle(filled(room, 2, 2), 0) == [], "nobody has asked"
     asked = request(1)
     assert asked.target is not None
     rooms.handle(Requested("a", replace_target(asked, page_span=2)), 0)
-    assert reasons(rooms.handle(filled(use, 2, 2), 0)) == [
+    assert reasons(rooms.handle(filled(room, 2, 2), 0)) == [
         "decode ranks deal out the tokens of a page"
     ]
     other = ready(rooms, room=2)
@@ -240,11 +240,11 @@ def replace_target(asked, **changes):
 
 
 def test_announcements_of_a_room_are_bounded(rooms):
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=2 * ANNOUNCED_MAX)), 0)
     for first in range(ANNOUNCED_MAX):
-        assert len(rooms.handle(filled(use, 1, 2, first=first), 0)) == 1
-    assert reasons(rooms.handle(filled(use, 1, 2, first=ANNOUNCED_MAX), 0)) == [
+        assert len(rooms.handle(filled(room, 1, 2, first=first), 0)) == 1
+    assert reasons(rooms.handle(filled(room, 1, 2, first=ANNOUNCED_MAX), 0)) == [
         f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
     ]
 
@@ -252,50 +252,50 @@ def test_announcements_of_a_room_are_bounded(rooms):
 def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
     """Engine and peers take a bounded number of transfers, and refusing one would end its room."""
     monkeypatch.setattr(prefill, "EARLY_WRITES_MAX", 2)
-    use = ready(rooms)
+    room = ready(rooms)
     for below in (1, 2):
-        assert len(writes(rooms.handle(filled(use, 2, below), 0))) == 1
-    assert reasons(rooms.handle(filled(use, 2, 3), 0)) == [
+        assert len(writes(rooms.handle(filled(room, 2, below), 0))) == 1
+    assert reasons(rooms.handle(filled(room, 2, 3), 0)) == [
         "too many early writes of layers are under way"
     ]
-    rooms.handle(ended(rooms, use), 0)
-    (early,) = writes(rooms.handle(filled(use, 2, 4), 0))
+    rooms.handle(ended(rooms, room), 0)
+    (early,) = writes(rooms.handle(filled(room, 2, 4), 0))
     assert early.layers == range(2, 4), "those that were held back, too"
-    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(room, chunk(2)), 0))
     assert last.layers == layers_from(4)
     assert (last.completion.writes, last.completion.page_layers) == (4, 2 * LAYERS)
 
 
 def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
-    use = ready(rooms)
-    event = filled(use, 2, 2)
+    room = ready(rooms)
+    event = filled(room, 2, 2)
     rooms.handle(event, 0)
     event.pages[:] = 9
-    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(room, chunk(2)), 0))
     assert last.layers == layers_from(2)
 
 
 def test_the_end_of_a_write_that_is_said_twice_counts_once(rooms):
-    use = ready(rooms)
-    rooms.handle(filled(use, 2, 2), 0)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    said = ended(rooms, use)
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 2), 0)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    said = ended(rooms, room)
     for _ in range(2):
         assert rooms.handle(said, 0) == []
-        assert use.view.state is RoomState.ALL_SENT
-    assert use.view.landed_nbytes == 2 * 2 * LAYER_NBYTES
-    last = ended(rooms, use)
-    assert rooms.handle(last, 0) == [Over(use)]
+        assert room.view.state is RoomState.ALL_SENT
+    assert room.view.landed_nbytes == 2 * 2 * LAYER_NBYTES
+    last = ended(rooms, room)
+    assert rooms.handle(last, 0) == [Over(room)]
     assert rooms.handle(last, 0) == []
-    assert use.view.landed_nbytes == 2 * LAYERS * LAYER_NBYTES, "without metadata"
+    assert room.view.landed_nbytes == 2 * LAYERS * LAYER_NBYTES, "without metadata"
 
 
 def test_pages_that_fit_no_plan_fail_the_room_with_the_reason(rooms):
-    use = ready(rooms)
-    tell, _ = rooms.handle(filled(use, 2, 2, add=-9), 0)
+    room = ready(rooms)
+    tell, _ = rooms.handle(filled(room, 2, 2, add=-9), 0)
     assert "cannot hand over 2 pages: page -9" in tell.message.reason
     other = ready(rooms, room=2)
     rooms.handle(filled(other, 2, 2), 0)
     rooms.handle(ended(rooms, other), 0)
     rooms.handle(ChunkSent(other, Chunk(np.array([-1, 1]), 0, 0, 0.0)), 0)
-    assert [one.view.state for one in (use, other)] == [RoomState.FAILED] * 2
+    assert [one.view.state for one in (room, other)] == [RoomState.FAILED] * 2

@@ -42,10 +42,10 @@ from sglang_mooncake.side import broken
 
 def test_a_room_goes_from_open_to_done():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
-    assert use.view.decode_prefix_len == 3
-    (first,) = rooms.handle(ChunkSent(use, chunk(1, last=False)), 0)
-    (second,) = rooms.handle(ChunkSent(use, chunk(1, first=1)), 0)
+    room = ready(rooms)
+    assert room.view.decode_prefix_len == 3
+    (first,) = rooms.handle(ChunkSent(room, chunk(1, last=False)), 0)
+    (second,) = rooms.handle(ChunkSent(room, chunk(1, first=1)), 0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
     assert first.completion is None
@@ -58,62 +58,62 @@ def test_a_room_goes_from_open_to_done():
         aux=1,
         nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + COMPLETION_BYTES,
     )
-    assert use.view.state is RoomState.ALL_SENT
-    assert rooms.handle(ended(rooms, use), 0) == []
-    assert use.view.state is RoomState.ALL_SENT
-    rooms.handle(ended(rooms, use), 0)
-    assert use.view.state is RoomState.DONE
-    assert rooms.handle(Closed(use), 0) == []
+    assert room.view.state is RoomState.ALL_SENT
+    assert rooms.handle(ended(rooms, room), 0) == []
+    assert room.view.state is RoomState.ALL_SENT
+    rooms.handle(ended(rooms, room), 0)
+    assert room.view.state is RoomState.DONE
+    assert rooms.handle(Closed(room), 0) == []
     assert len(rooms) == 0
 
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     """By which SGLang's tests know it."""
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
-    rooms.handle(Closed(use), 0)
-    assert use.view.state is RoomState.ABORTED
-    assert "abort" in use.view.reason
+    room = opened(rooms)
+    rooms.handle(Closed(room), 0)
+    assert room.view.state is RoomState.ABORTED
+    assert "abort" in room.view.reason
 
 
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    writes = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    writes = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert [w.peer for w in writes if isinstance(w, Write)] == ["a", "b"]
 
 
 def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
     assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
-    assert use.view.state is RoomState.FAILED
-    assert "[2, 3]" in (use.view.reason or "")
+    assert room.view.state is RoomState.FAILED
+    assert "[2, 3]" in (room.view.reason or "")
 
 
 def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
     assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
-    assert use.view.state is RoomState.FAILED
-    assert "[0, 16]" in (use.view.reason or "")
+    assert room.view.state is RoomState.FAILED
+    assert "[0, 16]" in (room.view.reason or "")
 
 
 def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     assert rooms.handle(Requested("c", request(1, destinations=1)), 0) == []
-    assert use.view.state is RoomState.READY
-    writes = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    assert room.view.state is RoomState.READY
+    writes = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert [write.peer for write in writes if isinstance(write, Write)] == ["a", "b"]
     again = opened(rooms)
     assert again.view.state is RoomState.READY
@@ -121,14 +121,14 @@ def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
 
 def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1)), 0)
-    assert use.view.state is RoomState.READY
-    assert use.view.decode_prefix_len == 3
-    assert rooms.handle(ChunkSent(use, chunk(1, last=False)), 0) == []
-    assert use.view.state is RoomState.SENDING
-    assert rooms.handle(ChunkSent(use, chunk(4, first=1)), 0) == [Over(use)]
-    assert use.view.state is RoomState.DONE
+    assert room.view.state is RoomState.READY
+    assert room.view.decode_prefix_len == 3
+    assert rooms.handle(ChunkSent(room, chunk(1, last=False)), 0) == []
+    assert room.view.state is RoomState.SENDING
+    assert rooms.handle(ChunkSent(room, chunk(4, first=1)), 0) == [Over(room)]
+    assert room.view.state is RoomState.DONE
 
 
 def test_a_chunk_leaves_for_one_decode_rank_before_it_is_planned_for_the_next():
@@ -150,14 +150,14 @@ def test_a_chunk_leaves_for_one_decode_rank_before_it_is_planned_for_the_next():
     executor = Executor(
         PrefillRooms(Plan, TIMEOUT_S, CHUNK_TIMEOUT_S).handle, perform, broken, clock=lambda: 0.0
     )
-    use = Room(1, 0.0)
-    executor.submit(Opened(use))
+    room = Room(1, 0.0)
+    executor.submit(Opened(room))
     for peer in "ab":
         executor.submit(Requested(peer, request(1, destinations=2)))
     in_turn = ["planned for a", "written to a", "planned for b", "written to b"]
-    executor.submit(LayersFilled(use, chunk(2).pages, 0, 1, 0.0))
+    executor.submit(LayersFilled(room, chunk(2).pages, 0, 1, 0.0))
     assert happened == in_turn
-    executor.submit(ChunkSent(use, chunk(2)))
+    executor.submit(ChunkSent(room, chunk(2)))
     assert happened == 2 * in_turn
 
 
@@ -167,38 +167,38 @@ def test_a_chunk_that_cannot_be_planned_for_a_later_decode_rank_stops_the_first_
             raise ValueError("its pages do not fit")
 
     rooms = Rooms(lambda peer: Plan() if peer == "b" else PlainPlan(), TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     for peer in "abc":
         rooms.handle(Requested(peer, request(1, destinations=3)), 0)
-    write, *tells, cancel = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    write, *tells, cancel = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert isinstance(write, Write)
     assert [tell.peer for tell in tells if isinstance(tell, Tell)] == ["a", "b", "c"]
-    assert cancel == CancelWrites(use, (write.key,))
-    assert use.view.state is RoomState.ENDING
-    assert rooms.handle(ended(rooms, use, "cancelled"), 0) == [Over(use)]
-    assert "its pages do not fit" in (use.view.reason or "")
+    assert cancel == CancelWrites(room, (write.key,))
+    assert room.view.state is RoomState.ENDING
+    assert rooms.handle(ended(rooms, room, "cancelled"), 0) == [Over(room)]
+    assert "its pages do not fit" in (room.view.reason or "")
 
 
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    (write,) = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    (write,) = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert isinstance(write, Write)
     assert write.peer == "b"
-    rooms.handle(ended(rooms, use), 0)
-    assert use.view.state is RoomState.DONE
+    rooms.handle(ended(rooms, room), 0)
+    assert room.view.state is RoomState.DONE
 
 
 def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
     spans = []
     for first, last in ((0, False), (2, False), (4, True)):
-        for write in rooms.handle(ChunkSent(use, chunk(2, first, last)), 0):
+        for write in rooms.handle(ChunkSent(room, chunk(2, first, last)), 0):
             assert isinstance(write, Write)
             spans.append(
                 (write.span, write.completion and (write.completion.writes, write.completion.pages))
@@ -210,56 +210,56 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
     tell, cancel = rooms.handle(PeerLost("a", "gone"), 0)
     assert isinstance(tell, Tell)
     assert tell.peer == "b"
-    assert cancel == CancelWrites(use, (("a", 1), ("b", 1)))
-    rooms.handle(ended(rooms, use, "cancelled"), 0)
-    assert use.view.state is RoomState.ENDING, "one write still reads the pages"
-    rooms.handle(ended(rooms, use), 0)
-    assert use.view.state is RoomState.FAILED
+    assert cancel == CancelWrites(room, (("a", 1), ("b", 1)))
+    rooms.handle(ended(rooms, room, "cancelled"), 0)
+    assert room.view.state is RoomState.ENDING, "one write still reads the pages"
+    rooms.handle(ended(rooms, room), 0)
+    assert room.view.state is RoomState.FAILED
 
 
 def test_a_room_that_some_asked_for_times_out_with_their_number():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=4)), 0)
     (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
     assert isinstance(tell, Tell)
-    assert "1 of 4 decode ranks asked for room 1" in (use.view.reason or "")
+    assert "1 of 4 decode ranks asked for room 1" in (room.view.reason or "")
 
 
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    told = rooms.handle(Aborted(use, "client gone"), 0)
+    room = ready(rooms)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    told = rooms.handle(Aborted(room, "client gone"), 0)
     assert [type(i) for i in told] == [Tell, CancelWrites]
-    assert use.view.state is RoomState.ENDING
-    rooms.handle(ended(rooms, use, "cancelled"), 0)
-    assert use.view.state is RoomState.ABORTED
-    assert use.view.reason == "client gone"
+    assert room.view.state is RoomState.ENDING
+    rooms.handle(ended(rooms, room, "cancelled"), 0)
+    assert room.view.state is RoomState.ABORTED
+    assert room.view.reason == "client gone"
 
 
 def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    (tell, *_) = rooms.handle(ended(rooms, use, "peer frozen"), 0)
+    room = ready(rooms)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    (tell, *_) = rooms.handle(ended(rooms, room, "peer frozen"), 0)
     assert isinstance(tell, Tell)
     assert tell.message.reason == "prefill side: peer frozen"
-    assert use.view.state is RoomState.FAILED
+    assert room.view.state is RoomState.FAILED
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use, other = ready(rooms), opened(rooms, 2)
-    assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(use)]
-    assert use.view.state is RoomState.FAILED
+    room, other = ready(rooms), opened(rooms, 2)
+    assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(room)]
+    assert room.view.state is RoomState.FAILED
     assert other.view.state is RoomState.OPEN
 
 
@@ -275,18 +275,18 @@ def test_opening_a_room_number_again_supersedes_its_former_use():
 
 def test_a_repeated_request_changes_nothing():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
+    room = ready(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY
 
 
 @pytest.mark.parametrize("bad", [chunk(3), chunk(1), chunk(3, last=False)], ids=str)
 def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
-    rooms.handle(ChunkSent(use, bad), 0)
-    assert use.view.state is RoomState.FAILED
-    assert "--page-size" in (use.view.reason or "")
+    room = ready(rooms)
+    rooms.handle(ChunkSent(room, bad), 0)
+    assert room.view.state is RoomState.FAILED
+    assert "--page-size" in (room.view.reason or "")
 
 
 @pytest.mark.parametrize(
@@ -301,13 +301,13 @@ def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
 )
 def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_told(chunks):
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = ready(rooms)
+    room = ready(rooms)
     for one in chunks[:-1]:
-        rooms.handle(ChunkSent(use, one), 0)
-    tell, *_ = rooms.handle(ChunkSent(use, chunks[-1]), 0)
+        rooms.handle(ChunkSent(room, one), 0)
+    tell, *_ = rooms.handle(ChunkSent(room, chunks[-1]), 0)
     assert isinstance(tell, Tell)
     assert "a chunk was lost or overtaken" in tell.message.reason
-    assert use.view.end is RoomState.FAILED
+    assert room.view.end is RoomState.FAILED
 
 
 def test_a_scheduler_that_sends_nothing_more_ends_the_room():
@@ -324,6 +324,6 @@ def test_a_scheduler_that_sends_nothing_more_ends_the_room():
 
 def test_pages_before_any_request_fail_the_room():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
-    rooms.handle(ChunkSent(use, chunk(2)), 0)
-    assert use.view.state is RoomState.FAILED
+    room = opened(rooms)
+    rooms.handle(ChunkSent(room, chunk(2)), 0)
+    assert room.view.state is RoomState.FAILED

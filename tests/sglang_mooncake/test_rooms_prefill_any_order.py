@@ -25,11 +25,13 @@ from sglang_mooncake.layout import COMPLETION_BYTES
 from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
 from sglang_mooncake.rooms.prefill import (
     Aborted,
+    AwaitEvents,
     CancelWrites,
     Chunk,
     ChunkSent,
     Closed,
     Computed,
+    EventsHappened,
     LayersFilled,
     Opened,
     Over,
@@ -43,6 +45,9 @@ from sglang_mooncake.rooms.prefill import (
 )
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import ENDS, RoomState
+
+#: Opaque to the rules.
+EVENTS = (object(),)
 
 
 def _differ(one: Write, other: Write) -> bool:
@@ -67,12 +72,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
         self.over: list[Room] = []
+        self.gpu: list[Room] = []  # whose events have yet to happen, once for each wait
         self.asked: list[tuple[str, RoomRequest]] = []
 
     def do(self, event):
         for instruction in self.rooms.handle(event, self.now_s):
             if isinstance(instruction, Write):
                 self.write(instruction)
+            if isinstance(instruction, AwaitEvents):
+                self.gpu.append(instruction.room)
             if isinstance(instruction, Over):
                 self.over.append(instruction.room)
             if isinstance(instruction, CancelWrites):
@@ -137,11 +145,17 @@ class AnyOrder(RuleBasedStateMachine):
         if self.asked:
             self.do(Requested(*data.draw(st.sampled_from(self.asked))))
 
-    @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
-    def send(self, data, pages, first, last):
+    @rule(
+        data=st.data(),
+        pages=st.integers(0, 2),
+        first=st.integers(0, 2),
+        last=st.booleans(),
+        events=st.sampled_from([(), (), EVENTS]),
+    )
+    def send(self, data, pages, first, last, events):
         if self.uses:
-            use = data.draw(st.sampled_from(self.uses))
-            self.do(ChunkSent(use, chunk(pages, first, last)))
+            room = data.draw(st.sampled_from(self.uses))
+            self.do(ChunkSent(room, chunk(pages, first, last), events))
 
     @rule(
         data=st.data(),
@@ -149,27 +163,35 @@ class AnyOrder(RuleBasedStateMachine):
         first=st.integers(0, 2),
         below=st.integers(0, LAYERS - 1),
         add=st.sampled_from([0, 0, 5]),
+        events=st.sampled_from([(), (), EVENTS]),
     )
-    def fill(self, data, pages, first, below, add):
+    def fill(self, data, pages, first, below, add, events):
         """Of the pages that `send` names, or of others."""
         if self.uses:
-            use = data.draw(st.sampled_from(self.uses))
-            self.do(LayersFilled(use, np.arange(pages) + add, first, below, 0.0))
+            room = data.draw(st.sampled_from(self.uses))
+            self.do(LayersFilled(room, np.arange(pages) + add, first, below, 0.0, events))
+
+    @rule(data=st.data(), failure=st.sampled_from([None, None, "broken"]))
+    def gpu_happens(self, data, failure):
+        """Also in a room that has ended meanwhile."""
+        if self.gpu:
+            room = self.gpu.pop(data.draw(st.integers(0, len(self.gpu) - 1)))
+            self.do(EventsHappened(room, failure))
 
     @rule(data=st.data(), failure=st.sampled_from([None, None, "broken"]))
     def write_ends(self, data, failure):
         under_way = [v for v in self.uses if self.outstanding.get(v.serial)]
         if under_way:
-            use = data.draw(st.sampled_from(under_way))
-            writes = self.outstanding[use.serial]
+            room = data.draw(st.sampled_from(under_way))
+            writes = self.outstanding[room.serial]
             write = writes.pop(data.draw(st.integers(0, len(writes) - 1)))
-            self.do(WriteEnded(use, write.peer, write.nth, failure))
+            self.do(WriteEnded(room, write.peer, write.nth, failure))
 
     @rule(data=st.data(), close=st.booleans())
     def give_up(self, data, close):
         if self.uses:
-            use = data.draw(st.sampled_from(self.uses))
-            self.do(Closed(use) if close else Aborted(use, "gone"))
+            room = data.draw(st.sampled_from(self.uses))
+            self.do(Closed(room) if close else Aborted(room, "gone"))
 
     @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
     def peer_aborts(self, room, peer, back):
@@ -186,14 +208,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def ends_are_final_and_quiet(self):
-        for use in self.uses:
-            if use.view.state in ENDS:
-                assert not self.outstanding.get(use.serial), "an end while bytes still move"
-                end = (use.view.state, use.view.reason)
-                assert self.ends.setdefault(use.serial, end) == end
-                assert (use.view.reason is None) == (use.view.state is RoomState.DONE)
-            if use.view.state is RoomState.ENDING:
-                assert self.outstanding[use.serial], "an ending that nothing will end"
+        for room in self.uses:
+            if room.view.state in ENDS:
+                assert not self.outstanding.get(room.serial), "an end while bytes still move"
+                end = (room.view.state, room.view.reason)
+                assert self.ends.setdefault(room.serial, end) == end
+                assert (room.view.reason is None) == (room.view.state is RoomState.DONE)
+            if room.view.state is RoomState.ENDING:
+                assert self.outstanding[room.serial], "an ending that nothing will end"
 
     @invariant()
     def what_is_early_is_counted(self):
@@ -205,10 +227,15 @@ class AnyOrder(RuleBasedStateMachine):
         }
 
     @invariant()
+    def what_waits_is_counted(self):
+        said = [len(record.said) for record in self.rooms._table]
+        assert self.rooms._table.waiting == sum(said)
+
+    @invariant()
     def the_table_holds_live_rooms_alone(self):
-        assert len(self.rooms) == sum(not use.view.over for use in self.uses)
-        assert {use.serial for use in self.over} == {v.serial for v in self.uses if v.view.over}
-        assert len(self.over) == len({use.serial for use in self.over})
+        assert len(self.rooms) == sum(not room.view.over for room in self.uses)
+        assert {room.serial for room in self.over} == {v.serial for v in self.uses if v.view.over}
+        assert len(self.over) == len({room.serial for room in self.over})
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
@@ -231,33 +258,33 @@ def test_layers_of_one_prompt_in_any_order(steps):
     machine = AnyOrder()
     machine.start(computed_first=False)
     machine.open(1)
-    (use,) = machine.uses
+    (room,) = machine.uses
     machine.do(Requested("a", request(1)))
     sent = 0
 
     def send(pages: int) -> int:
         stop = min(sent + pages, 2)
         numbers = np.arange(sent, stop)
-        machine.do(ChunkSent(use, Chunk(numbers, sent, 0 if stop == 2 else None, 0.0)))
+        machine.do(ChunkSent(room, Chunk(numbers, sent, 0 if stop == 2 else None, 0.0)))
         return stop
 
     def end(nth: int) -> None:
-        writes = machine.outstanding.get(use.serial)
+        writes = machine.outstanding.get(room.serial)
         if writes:
             write = writes.pop(nth % len(writes))
-            machine.do(WriteEnded(use, write.peer, write.nth, None))
+            machine.do(WriteEnded(room, write.peer, write.nth, None))
 
     for step in steps:
         match step:
             case "fill", first, below, add:
                 pages = np.arange(first % 2, 2 if first < 2 else 1 + first % 2) + add
-                machine.do(LayersFilled(use, pages, first % 2, below, 0.0))
+                machine.do(LayersFilled(room, pages, first % 2, below, 0.0))
             case "send", pages if sent < 2:
                 sent = send(pages)
             case "end", nth:
                 end(nth)
     if sent < 2:
         send(2)
-    while machine.outstanding.get(use.serial):
+    while machine.outstanding.get(room.serial):
         end(0)
-    assert use.view.state is RoomState.DONE, use.view.reason
+    assert room.view.state is RoomState.DONE, room.view.reason

@@ -36,10 +36,10 @@ def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
     rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
-    use = opened(rooms)
-    assert use.view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
+    room = opened(rooms)
+    assert room.view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
     (tell, _) = rooms.handle(Tick(), ABORT_GRACE_S)
-    assert use.view.state is RoomState.ABORTED
+    assert room.view.state is RoomState.ABORTED
     assert isinstance(tell, Tell)
     assert (tell.peer, tell.message.generation) == ("a", 9)
 
@@ -49,21 +49,21 @@ def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     rooms.handle(PeerLost("a", "gone"), 0)
-    use = opened(rooms)
-    assert use.view.state is RoomState.OPEN
+    room = opened(rooms)
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Requested("c", request(1, destinations=2)), 0)
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY
 
 
 def test_a_room_whose_only_peer_was_lost_before_it_opened_does_not_wait_for_it():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
     rooms.handle(PeerLost("a", "its process is gone"), 1)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Tick(), 1 + ABORT_GRACE_S)
-    assert use.view.state is RoomState.ABORTED
-    assert use.view.reason is not None
-    assert "its process is gone" in use.view.reason
+    assert room.view.state is RoomState.ABORTED
+    assert room.view.reason is not None
+    assert "its process is gone" in room.view.reason
 
 
 def test_an_early_request_is_kept_for_its_room():
@@ -140,9 +140,9 @@ def test_an_abort_that_overtook_its_request_wins():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
-    assert use.view.state is RoomState.ABORTED
+    assert room.view.state is RoomState.ABORTED
 
 
 def test_a_newer_request_outlives_an_older_abort():
@@ -160,14 +160,14 @@ def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
     rooms.handle(ended(rooms, former), 0)
     assert former.view.state is RoomState.DONE
     if when == "after":
-        use = opened(rooms)
+        room = opened(rooms)
     rooms.handle(RoomAborted("a", RoomAbort(1, 1, "client gone")), 0)
     if when != "after":
-        use = opened(rooms)
+        room = opened(rooms)
     rooms.handle(Tick(), TIMEOUT_S - 1)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Requested("a", request(1, generation=2)), TIMEOUT_S - 1)
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY
 
 
 def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
@@ -196,18 +196,18 @@ def test_a_rank_that_will_never_ask_is_not_waited_for(is_early):
     abort = RoomAborted("(no link)", RoomAbort(1, 0, "it has another secret", refused=True))
     if is_early:
         rooms.handle(abort, 0)
-    use = opened(rooms)
+    room = opened(rooms)
     if not is_early:
         rooms.handle(abort, 0)
-    assert use.view.state is RoomState.ABORTED
-    assert "another secret" in (use.view.reason or "")
+    assert room.view.state is RoomState.ABORTED
+    assert "another secret" in (room.view.reason or "")
 
 
 def test_a_room_that_another_rank_has_asked_for_does_not_end_at_such_a_word():
     rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    use = opened(rooms)
+    room = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "a stranger's word", refused=True)), 0)
-    assert use.view.state is RoomState.OPEN
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    assert use.view.state is RoomState.READY
+    assert room.view.state is RoomState.READY

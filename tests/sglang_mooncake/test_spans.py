@@ -114,8 +114,8 @@ def test_what_somebody_asked_for_is_no_error(state):
     lasted_s=TIMES,
 )
 def test_stages_follow_each_other_and_fill_the_span(role, state, times, opened_s, lasted_s):
-    use = Room(7, opened_s, RoomView(state, times=RoomTimes(*times)))
-    told = span(tell(use, role, "rank", opened_s + lasted_s), EPOCH_NS, 2)
+    room = Room(7, opened_s, RoomView(state, times=RoomTimes(*times)))
+    told = span(tell(room, role, "rank", opened_s + lasted_s), EPOCH_NS, 2)
     edges = [told.began_ns]
     for child in told.children:
         assert child.began_ns == edges[-1]

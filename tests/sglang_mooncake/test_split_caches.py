@@ -121,32 +121,34 @@ class Ranks:
         sources = [rank.side.open_room(1, register_dp_rank=False) for rank in self.prefill]
         targets = []
         for rank in self.decode:
-            use = rank.side.new_room(1)
-            rank.side.choose_sources(use, self.address, 0)
-            targets.append(use)
-        for rank, use in zip(self.decode, targets, strict=True):
-            until(lambda use=use: use.view.state is not RoomState.OPEN, "the decode room is ready")
+            room = rank.side.new_room(1)
+            rank.side.choose_sources(room, self.address, 0)
+            targets.append(room)
+        for rank, room in zip(self.decode, targets, strict=True):
+            until(
+                lambda room=room: room.view.state is not RoomState.OPEN, "the decode room is ready"
+            )
             pages = None if device is None else np.array(device)
-            rank.side.name_pages(use, np.array(named), 0, 0, (), pages)
-        for rank, use in zip(self.prefill, sources, strict=True):
-            until(lambda use=use: use.view.state is not RoomState.OPEN, "it was asked")
-            assert use.view.state is RoomState.READY, use.view.reason
+            rank.side.name_pages(room, np.array(named), 0, 0, (), pages)
+        for rank, room in zip(self.prefill, sources, strict=True):
+            until(lambda room=room: room.view.state is not RoomState.OPEN, "it was asked")
+            assert room.view.state is RoomState.READY, room.view.reason
             first = 0
             for count in chunks:
                 last = first + count == len(NUMBERS)
                 pages = np.array(NUMBERS[first : first + count])
                 chunk = Chunk(pages, first, 0 if last else None, time.monotonic())
-                rank.side.send_chunk(use, chunk)
+                rank.side.send_chunk(room, chunk)
                 first += count
-            rank.side.polled(use, sent=True)
+            rank.side.polled(room, sent=True)
         return targets
 
     def arrive(self, targets: list[Room]) -> None:
-        for rank, use in zip(self.decode, targets, strict=True):
+        for rank, room in zip(self.decode, targets, strict=True):
             until(
-                lambda r=rank, v=use: r.side.has_arrived(v) or v.view.over, "the room has arrived"
+                lambda r=rank, v=room: r.side.has_arrived(v) or v.view.over, "the room has arrived"
             )
-            assert not use.view.over, use.view.reason
+            assert not room.view.over, room.view.reason
 
 
 @contextmanager
@@ -181,11 +183,11 @@ def test_parts_that_are_not_the_whole_fail_the_room():
     """Two ranks that both take themselves for the first part."""
     first, _ = shards(2)
     with ranks([first, first], [Memory()], sharded=True) as both:
-        (use,) = both.run(NAMED, [5])
+        (room,) = both.run(NAMED, [5])
         (rank,) = both.decode
-        until(lambda: not rank.side.has_arrived(use) and use.view.over, "the room has failed")
-        assert use.view.reason is not None
-        assert "have sent 6 pages where 5 were asked for" in use.view.reason
+        until(lambda: not rank.side.has_arrived(room) and room.view.over, "the room has failed")
+        assert room.view.reason is not None
+        assert "have sent 6 pages where 5 were asked for" in room.view.reason
 
 
 @pytest.mark.parametrize("chunks", [[5], [1, 3, 1]])
@@ -221,9 +223,9 @@ def test_pages_on_the_host_and_on_the_device_have_numbers_of_their_own():
 def test_a_decode_rank_that_names_too_few_pages_for_its_tokens_is_told():
     whole, parts = Memory(), [Memory(tokens=Dealt(index, 2)) for index in range(2)]
     with ranks([whole], parts, dcp=2) as both:
-        for use in both.run(NAMED[:2], [5]):
-            until(lambda use=use: use.view.over, "the room has failed")
-            assert "made room for 4 pages" in (use.view.reason or "")
+        for room in both.run(NAMED[:2], [5]):
+            until(lambda room=room: room.view.over, "the room has failed")
+            assert "made room for 4 pages" in (room.view.reason or "")
 
 
 def test_there_is_no_part_beyond_the_last():

@@ -34,8 +34,8 @@ def room(state=RoomState.DONE, opened_s=10.0, reason=None, **times):
 def test_stages_add_up_to_the_rooms_time_whatever_was_reached(
     role, state, times, opened_s, lasted_s
 ):
-    use = Room(7, opened_s, RoomView(state, times=times))
-    story = tell(use, role, "rank", opened_s + lasted_s)
+    room = Room(7, opened_s, RoomView(state, times=times))
+    story = tell(room, role, "rank", opened_s + lasted_s)
     stages = story.stages()
     assert sum(stages.values()) == pytest.approx(story.duration_s, abs=1e-9)
     assert min(stages.values(), default=0.0) >= 0

@@ -26,7 +26,7 @@ def until_asked(two: Pair, name: str) -> None:
     """All prefill ranks have been asked for a request's blocks."""
     uses = [one.worker._loads[name].room for one in two.decodes]
     requested = RoomState.REQUESTED
-    two.until(lambda: all(use.view.state is requested for use in uses), "all are asked")
+    two.until(lambda: all(room.view.state is requested for room in uses), "all are asked")
 
 
 @pytest.mark.slow

@@ -44,8 +44,8 @@ def test_blocks_arrive_byte_for_byte_and_nothing_else_changes() -> None:
 def test_a_decode_server_that_comes_first_waits() -> None:
     with pair() as two:
         two.load("d", 7, [4])
-        use = two.decode.worker._loads["d"].room
-        two.until(lambda: use.view.state is RoomState.REQUESTED, "the prefill server is asked")
+        room = two.decode.worker._loads["d"].room
+        two.until(lambda: room.view.state is RoomState.REQUESTED, "the prefill server is asked")
         two.send("p", 7, [1])
         two.until_loaded("d")
         two.assert_moved([1], [4])
@@ -120,8 +120,8 @@ def test_a_prompt_that_never_comes_is_given_up_in_time() -> None:
 def test_a_request_that_is_ended_on_decode_gives_blocks_back_on_both_sides() -> None:
     with pair() as two:
         two.load("d", 7, [8])
-        use = two.decode.worker._loads["d"].room
-        two.until(lambda: use.view.state is RoomState.REQUESTED, "the prefill server is asked")
+        room = two.decode.worker._loads["d"].room
+        two.until(lambda: room.view.state is RoomState.REQUESTED, "the prefill server is asked")
         two.abort("d", "another")
         two.until_loaded("d")
         assert not two.failed  # vLLM has ended the request
@@ -149,8 +149,8 @@ def test_a_prefill_server_that_is_gone_fails_loads_that_wait_and_those_that_come
         two.load("d", 1, [2])
         two.until_loaded("d")
         two.load("waits", 2, [8])
-        use = two.decode.worker._loads["waits"].room
-        two.until(lambda: use.view.state is RoomState.REQUESTED, "the prefill server is asked")
+        room = two.decode.worker._loads["waits"].room
+        two.until(lambda: room.view.state is RoomState.REQUESTED, "the prefill server is asked")
         two.prefill.close()
         two.decode.worker.load(Load("lost", two.address, 3, 0, [9]))
         two.until_loaded("waits", "lost")
@@ -160,8 +160,8 @@ def test_a_prefill_server_that_is_gone_fails_loads_that_wait_and_those_that_come
 def test_a_decode_server_that_is_gone_gives_blocks_back() -> None:
     with pair() as two:
         two.load("d", 7, [8])
-        use = two.decode.worker._loads["d"].room
-        two.until(lambda: use.view.state is RoomState.REQUESTED, "the prefill server is asked")
+        room = two.decode.worker._loads["d"].room
+        two.until(lambda: room.view.state is RoomState.REQUESTED, "the prefill server is asked")
         two.decode.close()
         two.send("p", 7, [1])
         two.until(lambda: "p" in two.sent, "the blocks are free")
