@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.channels cimport take_wakeups, channel_arm, channel_disarm, has_input
+from te.core.channels cimport channel_arm, channel_disarm, channel_moved
 from te.core.connections cimport connection_arm, set_interest, watch
 from te.core.frames cimport *
 from te.core.plane cimport PENDING
@@ -27,7 +27,7 @@ cdef bint send_from_here(Connection *c, int turns) noexcept nogil:
             store32(&c.polled.kicked, 1)
     pthread_mutex_unlock(&c.lock)
     if load32(&c.polled.kicked) or (
-        is_free and c.channel.rings != NULL and load32(&c.interest) & EPOLLOUT
+        is_free and c.channel.ops.is_in_memory and load32(&c.interest) & EPOLLOUT
     ):
         worker_wake(c.polled.worker)
     return is_free
@@ -59,7 +59,7 @@ cdef Moved take_answer(Transfer *t, Connection *c) noexcept nogil:
         if not c.driven:
             c.driven = 1
             set_interest(c)
-            channel_disarm(&c.channel)
+            channel_disarm(c.channel)
         state = connection_receive(c, True)
         while state == MOVED and load32(&t.status) == PENDING:
             state = connection_receive(c, True)
@@ -72,10 +72,10 @@ cdef Moved take_answer(Transfer *t, Connection *c) noexcept nogil:
 cdef bint await_ring(Connection *c) noexcept nogil:
     """A short look at whether the other side has put something in; always False on TCP."""
     cdef int i
-    if c.channel.rings == NULL:
+    if not c.channel.ops.is_in_memory:
         return False
     for i in range(LOOKS):
-        if has_input(&c.channel):
+        if channel_moved(c.channel, EPOLLIN):
             return True
         relax()
     return False
@@ -93,25 +93,25 @@ cdef void nap(Connection *c, u64 nap_ns, bint may_wait) noexcept nogil:
     else has the connection."""
     cdef pollfd p
     cdef timespec most
-    cdef bint has_rings = c.channel.rings != NULL
+    cdef bint is_in_memory = c.channel.ops.is_in_memory
     most.tv_sec = 0
     most.tv_nsec = min(nap_ns, <u64>NAP_MOST_NS)
     # If the descriptor is gone or another's by now, the answer only comes a little later.
     p.fd = c.channel.fd
     p.events = POLLIN
-    if has_rings and not c.napping:
+    if is_in_memory and not c.napping:
         if not locked(c, may_wait):
             return
         c.napping = True
         if not c.gone:
             watch(c, 0)  # The wake-up is for this thread.
         pthread_mutex_unlock(&c.lock)
-    if has_rings:
-        if channel_arm(&c.channel, EPOLLIN):
+    if is_in_memory:
+        if channel_arm(c.channel, EPOLLIN):
             return
-    if ppoll(&p, 1, &most, NULL) == 1 and has_rings and locked(c, may_wait):
+    if ppoll(&p, 1, &most, NULL) == 1 and is_in_memory and locked(c, may_wait):
         if not c.gone:
-            take_wakeups(&c.channel)
+            c.channel.ops.rung(c.channel)
         pthread_mutex_unlock(&c.lock)
 
 

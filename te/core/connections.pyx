@@ -9,7 +9,6 @@ from te.core.frames cimport *
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.posix cimport *
-from te.core.encryption cimport Encrypted
 from te.core.sync cimport *
 from te.core.wire cimport BLOCKS_MAX, Block, Header, body_bytes_max
 from te.core.worker cimport *
@@ -42,7 +41,7 @@ cdef void set_interest(Connection *c) noexcept nogil:
     if wanted == c.interest:
         return
     store32(&c.interest, wanted)
-    if c.channel.rings == NULL:
+    if not c.channel.ops.is_in_memory:
         watch(c, wanted)
 
 
@@ -51,7 +50,7 @@ cdef void watch(Connection *c, u32 wanted) noexcept nogil:
 
 
 cdef bint connection_arm(Connection *c) noexcept nogil:
-    return channel_arm(&c.channel, load32(&c.interest)) and not c.gone
+    return channel_arm(c.channel, load32(&c.interest)) and not c.gone
 
 
 # -- its worker
@@ -69,7 +68,7 @@ cdef void retire(Connection *c) noexcept nogil:
         return
     c.gone = True
     polled_unwatch(&c.polled, c.channel.fd)
-    channel_close(&c.channel)
+    channel_close(c.channel)
     frame_sent(c, False)
     pthread_mutex_lock(&link.lock)
     link.connections_alive -= 1
@@ -105,7 +104,7 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
             break
         if c.queued_n and c.out_left == 0 and not hurried:
             # Through a socket the first answer goes at once, those behind it together.
-            hurried = c.channel.rings == NULL
+            hurried = not c.channel.ops.is_in_memory
             connection_send(c, 1)
     return state
 
@@ -122,8 +121,8 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     if not c.gone:
         if c.staged != NULL:
             c.protocol.settle(c)
-        if rung and c.channel.rings != NULL:
-            take_wakeups(&c.channel)
+        if rung and c.channel.ops.rung != NULL:
+            c.channel.ops.rung(c.channel)
         before = load64(&c.link.progress_ns)
         state = receive_some(c)
         if state == TAKEN:
@@ -155,15 +154,14 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef Runner *me = p.worker.runner
     cdef bint busy = False
     if slept:
-        channel_disarm(&c.channel)
+        channel_disarm(c.channel)
     if c.gone:
         return False
-    if swap32(&p.kicked, 0) or channel_moved(&c.channel, load32(&c.interest)):
+    if swap32(&p.kicked, 0) or channel_moved(c.channel, load32(&c.interest)):
         busy = connection_turn(c, False, is_patient)
         if has_left(me):
             return False
-    if c.channel.wake_due_ns:
-        p.worker.owes |= channel_owes(&c.channel, False)
+    p.worker.owes |= channel_owes(c.channel, False)
     if c.protocol.turn != NULL and not c.gone:
         c.protocol.turn(c)
     return busy
@@ -171,7 +169,7 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
 
 cdef bint on_look(Polled *p) noexcept nogil:
     cdef Connection *c = <Connection *>p
-    return not c.gone and channel_moved(&c.channel, load32(&c.interest))
+    return not c.gone and channel_moved(c.channel, load32(&c.interest))
 
 
 cdef bint on_arm(Polled *p) noexcept nogil:
@@ -180,7 +178,7 @@ cdef bint on_arm(Polled *p) noexcept nogil:
         if not load32(&c.is_away):
             p.worker.naps = True
         return False
-    channel_owes(&c.channel, True)
+    channel_owes(c.channel, True)
     return connection_arm(c)
 
 
@@ -230,7 +228,7 @@ POLLED_OPS.release = on_release
 # -- making and freeing
 
 cdef void connection_free(Connection *c) noexcept nogil:
-    channel_free(&c.channel)
+    c.channel.ops.free(c.channel)
     pthread_mutex_destroy(&c.lock)
     free(c.own)
     free(c.staged)
@@ -251,14 +249,13 @@ cdef void connections_free(Link *link) noexcept nogil:
 
 
 cdef int connection_add(
-    Link *link, const Protocol *protocol, Worker *w, int fd, int rings_fd, Encrypted *encrypted,
-    size_t own_nbytes
+    Link *link, const Protocol *protocol, Worker *w, Channel *channel, size_t own_nbytes
 ) noexcept nogil:
     cdef Connection *c = <Connection *>need(sizeof(Connection))
     cdef int errnum
     pthread_mutex_init(&c.lock, NULL)
     c.polled.ops = &POLLED_OPS
-    c.polled.is_in_memory = rings_fd >= 0
+    c.polled.is_in_memory = channel.ops.is_in_memory
     c.protocol = protocol
     c.link = link
     c.own = need(own_nbytes + 1)
@@ -267,25 +264,20 @@ cdef int connection_add(
     c.local = <iovec *>need(IOV_MAX * sizeof(iovec))
     c.out = <iovec *>need(IOV_MAX * sizeof(iovec))
     c.interest = EPOLLIN
-    errnum = channel_open(&c.channel, fd, rings_fd, not link.is_incoming)
-    c.channel.encrypted = encrypted
+    c.channel = channel
+    channel.is_taken = True
     # What the worker's first event finds must be there before.
     add32(&link.refs, 1)
     c.flow = &link.flows[link.connections_n]
     link.connections[link.connections_n] = &c.polled
     link.connections_n += 1
     link.connections_alive += 1
-    if errnum == 0:
-        errnum = worker_add(w, &c.polled, fd, EPOLLIN)
+    errnum = worker_add(w, &c.polled, channel.fd, EPOLLIN)
     if errnum:
         link.connections_n -= 1
         link.connections_alive -= 1
         add32(&link.refs, -1)
-        c.channel.rings_fd = -1  # It stays the caller's, as does the next.
-        c.channel.encrypted = NULL
-        if c.channel.rings != NULL:
-            munmap(c.channel.rings, RINGS_BYTES)
-            c.channel.rings = NULL
+        channel.is_taken = False
         connection_free(c)
         return errnum
     add64(

@@ -74,7 +74,7 @@ cdef struct Connection:
     const Protocol *protocol
     Link *link
     pthread_mutex_t lock
-    Channel channel
+    Channel *channel
     u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
     u32 driven  # by a caller
     bint gone, suspect

@@ -4,7 +4,7 @@
 from libc.stdint cimport int64_t
 from libc.stdio cimport snprintf
 from libc.string cimport memcpy, memmove, strlen
-from te.core.channels cimport *
+from te.core.channels cimport channel_receive
 from te.core.heap cimport need_more
 from te.core.link cimport *
 from te.core.posix cimport *
@@ -130,8 +130,8 @@ cdef Moved connection_send(Connection *c, int turns) noexcept nogil:
     while turns:
         if c.out_left == 0 and not load_next(c):
             return WAITING
-        moved = channel_send(
-            &c.channel, c.out + c.out_at, c.out_n - c.out_at, c.out_tail == 0)
+        moved = c.channel.ops.send(
+            c.channel, c.out + c.out_at, c.out_n - c.out_at, c.out_tail == 0)
         if moved < 0:
             if moved == -EAGAIN:
                 return WAITING
@@ -162,10 +162,8 @@ cdef Moved connection_send(Connection *c, int turns) noexcept nogil:
 # -- receiving
 
 cdef void channel_broke(Connection *c, int errnum) noexcept nogil:
-    if errnum == EPROTO:
-        violate(c.link, b"a position in a ring that cannot be")
-    elif errnum == EBADMSG or errnum == EMSGSIZE:  # the latter from the kernel's TLS
-        violate(c.link, b"an encrypted record that its engine did not send here, or not so")
+    if c.channel.ops.violation != NULL and (errnum == EBADMSG or errnum == EMSGSIZE):
+        violate(c.link, c.channel.ops.violation)
     else:
         link_die(c.link, BROKE, errnum, NULL)
 
@@ -230,7 +228,8 @@ cdef Moved land(Connection *c) noexcept nogil:
     enter(&c.polled.worker.section, c.link, c.protocol.right(c))
     good = c.protocol.may_land(c, reason)
     if good:
-        n = channel_land(&c.channel, c.local + c.local_at, c.local_n + 1 - c.local_at)
+        n = c.channel.ops.receive(
+            c.channel, c.local + c.local_at, c.local_n + 1 - c.local_at, False)
     leave(&c.polled.worker.section)
     if n == -EFAULT:
         good = False
@@ -261,7 +260,7 @@ cdef Moved read_trailer(Connection *c) noexcept nogil:
     cdef Moved state = WAITING if c.drained else MOVED
     cdef u64 fault
     if c.tail_have < TRAILER_BYTES:
-        n = channel_receive(&c.channel, c.tail + c.tail_have, sizeof(c.tail) - c.tail_have)
+        n = channel_receive(c.channel, c.tail + c.tail_have, sizeof(c.tail) - c.tail_have)
         state = on_received(c, n, sizeof(c.tail) - c.tail_have)
         if n <= 0:
             return state
@@ -278,7 +277,7 @@ cdef Moved read_trailer(Connection *c) noexcept nogil:
 cdef Moved discard(Connection *c) noexcept nogil:
     cdef uint8_t scratch[16384]
     cdef u64 wanted = min(c.discard_left, sizeof(scratch))
-    cdef ssize_t n = channel_receive(&c.channel, scratch, wanted)
+    cdef ssize_t n = channel_receive(c.channel, scratch, wanted)
     if n > 0:
         c.discard_left -= n
         if c.discard_left == 0:
@@ -334,7 +333,7 @@ cdef Moved connection_receive(Connection *c, bint answers_only) noexcept nogil:
             return MOVED
         if c.lead_have < sizeof(Header):
             wanted = sizeof(c.lead) - c.lead_have
-            n = channel_receive(&c.channel, c.lead + c.lead_have, wanted)
+            n = channel_receive(c.channel, c.lead + c.lead_have, wanted)
             state = on_received(c, n, wanted)
             if n > 0:
                 c.lead_have += <u32>n
@@ -351,7 +350,7 @@ cdef Moved connection_receive(Connection *c, bint answers_only) noexcept nogil:
         c.place = AT_BODY
     if c.body_have < c.body_want:
         wanted = c.body_want - c.body_have
-        n = channel_receive(&c.channel, c.body + c.body_have, wanted)
+        n = channel_receive(c.channel, c.body + c.body_have, wanted)
         state = on_received(c, n, wanted)
         if n > 0:
             c.body_have += <u32>n

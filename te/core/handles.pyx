@@ -14,7 +14,6 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.plane cimport DONE, FAILED, PENDING, Plane
 from te.core.regions cimport *
-from te.core.encryption cimport Encrypted
 from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
@@ -56,8 +55,7 @@ cdef class LinkHandle:
         self.k.own = own
 
     cdef bint add(
-        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker,
-        Encrypted *encrypted=NULL
+        self, const Protocol *protocol, Channel *channel, size_t own_nbytes, int worker=-1
     ) except -1:
         cdef Link *k = self.k
         cdef Plane *p = k.plane
@@ -70,11 +68,13 @@ cdef class LinkHandle:
             if worker < 0:
                 worker = (k.number + k.connections_n) % p.workers.n
             w = &p.workers.of[worker]
-            errnum = connection_add(k, protocol, w, fd, rings_fd, encrypted, own_nbytes)
+            errnum = connection_add(k, protocol, w, channel, own_nbytes)
         pthread_mutex_unlock(&k.lock)
         if errnum:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
-        if not full:
+        if full:
+            channel.ops.free(channel)
+        else:
             worker_wake(w)
         return not full
 

@@ -271,7 +271,7 @@ cdef Moved staged_receive(Connection *c) noexcept nogil:
     if slot == NULL:
         return WAITING
     wanted = min(stager_of(c).into.slot_bytes - s.have, c.payload_left)
-    n = channel_receive(&c.channel, slot.base + s.have, wanted)
+    n = channel_receive(c.channel, slot.base + s.have, wanted)
     state = on_received(c, n, wanted)
     if state == LOST:
         return LOST

@@ -20,6 +20,20 @@ cdef inline u32 within(iovec *v, u32 n, u64 most, u64 *cut) noexcept nogil:
     return k
 
 
+cdef inline iovec *behind(iovec *v, u32 *n, u64 skip, iovec *was) noexcept nogil:
+    """Those behind the first `skip` bytes, `n` of them. The first may be shortened for that: `was` is as
+    it was."""
+    while n[0] and skip >= v.iov_len:
+        skip -= v.iov_len
+        v += 1
+        n[0] -= 1
+    if n[0]:
+        was[0] = v[0]
+        v.iov_base = <uint8_t *>v.iov_base + skip
+        v.iov_len -= skip
+    return v
+
+
 cdef inline u32 advance(iovec *v, u32 at, u64 moved) noexcept nogil:
     """Steps over bytes that were moved, fewer than all."""
     while moved >= v[at].iov_len:

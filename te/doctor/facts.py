@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from te.core.encryption import has_libcrypto
 from te.doctor.pci import acs_redirects
 from te.topology import Gid, Gpu, Machine, Nic, read_gids, read_machine
 from te.transports.samehost._core import read_process
+from te.transports.tcp.encryption import has_libcrypto
 from te.verbs import _core as verbs
 from te.verbs.fabric import read_device_gids
 

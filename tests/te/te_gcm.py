@@ -94,7 +94,7 @@ def encrypt(key: bytes, nonce: bytes, aad: bytes, text: bytes) -> bytes:
 
 
 def record_key(secret: bytes, generation: int) -> bytes:
-    """What te encrypts with after so many changes of the key (te/core/encryption.pxd)."""
+    """What te encrypts with after so many changes of the key (te/transports/tcp/encryption.pxd)."""
     for _ in range(generation):
         secret = hmac.digest(secret, b"te next secret\0\x01", "sha256")
     return hmac.digest(secret, b"te record key\0\x01", "sha256")

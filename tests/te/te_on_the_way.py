@@ -26,7 +26,7 @@ Change: TypeAlias = Callable[[Iterator[bytes]], Iterator[bytes]]
 
 
 class Middle:
-    """One connection at a time goes through it, in records of te's (te/core/encryption.pxd), or in
+    """One connection at a time goes through it, in records of te's (tcp/encryption.pxd), or in
     those of TLS (RFC 8446, 5.2)."""
 
     def __init__(self, card: bytes, is_tls: bool = False) -> None:

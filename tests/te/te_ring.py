@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rail on the same host by hand: te/core/channels.pxd, written down a second time."""
+"""A rail on the same host by hand: te/transports/samehost/rings.pxd, written down a second time."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ import te_gcm
 from te_far import pattern, wait_until
 
 import te
-from te.core.encryption import Records
 from te.handshake import Card, decode_card, encode
 from te.proof import Key, stream_secrets
 from te.transports import registry
 from te.transports.tcp import transport as tcp
+from te.transports.tcp.encryption import Records
 
 A, B = bytes(range(32)), bytes(range(32, 64))
 RECORD_BYTES = 64 << 10
@@ -47,19 +47,19 @@ class Ends:
         for one in (self.here, self.there):
             one.setblocking(False)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        self.source = Records(A, B, rekey_records)
-        self.target = Records(B, A, rekey_records)
+        self.source = Records(self.here.fileno(), A, B, rekey_records)
+        self.target = Records(self.there.fileno(), B, A, rekey_records)
 
     def send(self, text: bytes) -> bytes:
         """What is to be seen on the way; it does not arrive."""
-        assert self.source.send(self.here.fileno(), text) == len(text)
+        assert self.source.send(text) == len(text)
         return self.there.recv(1 << 20)
 
     def deliver(self, data: bytes) -> bytes:
         """What the other end makes of it."""
         self.here.sendall(data)
         room = bytearray(1 << 20)
-        return bytes(room[: self.target.receive(self.there.fileno(), room)])
+        return bytes(room[: self.target.receive(room)])
 
     def close(self) -> None:
         self.here.close()
@@ -111,12 +111,12 @@ def test_a_stream_arrives_whatever_its_pieces(own: bool, rekey_records: int) -> 
                 # Of what is not taken the same must be offered again, or more.
                 offered = max(offered, min(sent + chance.randint(1, 200_000), len(text)))
                 try:
-                    sent += ends.source.send(ends.here.fileno(), text[sent:offered], own)
+                    sent += ends.source.send(text[sent:offered], own)
                 except BlockingIOError:
                     assert offered > sent
             room = bytearray(chance.randint(1, 100_000))
             try:
-                moved = ends.target.receive(ends.there.fileno(), room, own)
+                moved = ends.target.receive(room, own)
             except BlockingIOError:
                 assert not ends.target.ready
                 continue
@@ -133,14 +133,14 @@ def test_what_the_socket_does_not_show_any_more_is_said_to_be_there(ends: Ends) 
     ends.here.sendall(text)
     assert not ends.target.ready
     room = bytearray(3)
-    assert ends.target.receive(ends.there.fileno(), room) == 3
+    assert ends.target.receive(room) == 3
     assert ends.target.ready
     room = bytearray(100)
-    assert ends.target.receive(ends.there.fileno(), room) == 8
+    assert ends.target.receive(room) == 8
     assert room[:8] == b"stsecond"
     assert not ends.target.ready
     ends.here.close()
-    assert ends.target.receive(ends.there.fileno(), room) == 0
+    assert ends.target.receive(room) == 0
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -169,7 +169,7 @@ def test_a_record_that_was_meddled_with_is_refused_and_nothing_of_it_taken(
     ends.here.sendall(data)
     for _ in range(2):  # for good
         with pytest.raises(OSError, match="Bad message") as caught:
-            ends.target.receive(ends.there.fileno(), room)
+            ends.target.receive(room)
         assert caught.value.errno == errno.EBADMSG
         assert room == b"?" * 100
 
@@ -189,18 +189,19 @@ def test_a_reset_behind_a_record_is_told_after_it() -> None:
         there, _ = server.accept()
     with here, there:
         there.setblocking(False)
-        source, target, room = Records(A, B), Records(B, A), bytearray(1 << 20)
-        assert source.send(here.fileno(), b"the last words") == 14
+        source, target = Records(here.fileno(), A, B), Records(there.fileno(), B, A)
+        room = bytearray(1 << 20)
+        assert source.send(b"the last words") == 14
         here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         here.close()
         wait_until(
             lambda: there.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE,
             "reset",
         )
-        assert target.receive(there.fileno(), room) == 14
+        assert target.receive(room) == 14
         for _ in range(2):
             with pytest.raises(ConnectionResetError):
-                target.receive(there.fileno(), room)
+                target.receive(room)
 
 
 def test_memory_of_the_application_that_has_vanished_is_an_error_and_no_crash(ends: Ends) -> None:
@@ -208,13 +209,13 @@ def test_memory_of_the_application_that_has_vanished_is_an_error_and_no_crash(en
     # Below what the kernel ever maps (vm.mmap_min_addr).
     nowhere = np.ctypeslib.as_array((ctypes.c_uint8 * 100).from_address(4096))
     with pytest.raises(OSError, match="Bad address"):
-        ends.source.send(ends.here.fileno(), nowhere, own=False)
+        ends.source.send(nowhere, own=False)
     ends.here.sendall(ends.send(b"landing"))
     with pytest.raises(OSError, match="Bad address"):
-        ends.target.receive(ends.there.fileno(), nowhere, own=False)
+        ends.target.receive(nowhere, own=False)
     assert ends.target.ready
     room = bytearray(7)
-    assert ends.target.receive(ends.there.fileno(), room, own=False) == 7
+    assert ends.target.receive(room, own=False) == 7
     assert room == b"landing"
 
 

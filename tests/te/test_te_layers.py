@@ -18,7 +18,6 @@ LAYERS = (
     "wire",
     "maps",
     "vectors",
-    "encryption",
     "channels",
     "kinds",
     "staging",

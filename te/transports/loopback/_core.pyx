@@ -8,6 +8,7 @@ from libc.stdint cimport uint8_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memmove, strlen
+from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.connections cimport connections_free
 from te.core.engine cimport Engine
 from te.core.frames cimport Connection, Protocol
@@ -299,6 +300,7 @@ OPS.unread = unread
 OPS.close = part
 OPS.release = release
 
+cdef ChannelOps SOCKET = socket_ops()
 cdef Protocol PROTOCOL
 PROTOCOL.over = OVER_TCP
 PROTOCOL.is_words = True
@@ -319,7 +321,7 @@ cdef class LoopbackLink(LinkHandle):
         self.make(engine, &OPS, is_incoming, need(sizeof(Loop)))
 
     def add_connection(self, int fd, LoopbackLink other=None):
-        cdef bint added = self.add(&PROTOCOL, fd, -1, 0, -1)
+        cdef bint added = self.add(&PROTOCOL, channel_new(&SOCKET, fd, sizeof(Channel)), 0)
         if added and other is not None:
             meet(other.k, self.k)
             meet(self.k, other.k)

@@ -6,6 +6,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport send_inline
+from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
 from te.core.frames cimport Connection, Protocol
@@ -307,6 +308,7 @@ cdef void turn(Connection *c) noexcept nogil:
     outgoing_turn(c.link)
 
 
+cdef ChannelOps SOCKET = socket_ops()
 cdef Protocol PROTOCOL
 PROTOCOL.over = OVER_RDMA
 PROTOCOL.is_words = True
@@ -360,7 +362,9 @@ cdef class RdmaLink(LinkHandle):
         own.worker = &engine.p.workers.of[self.k.number % engine.p.workers.n]
 
     def add_connection(self, int fd):
-        return self.add(&PROTOCOL, fd, -1, sizeof(Landings), direct_of(self.k).worker.index)
+        return self.add(
+            &PROTOCOL, channel_new(&SOCKET, fd, sizeof(Channel)), sizeof(Landings),
+            direct_of(self.k).worker.index)
 
     def add_qp(self, u64 endpoint, u32 index, u32 epoch, u32 local_nic, u32 remote_nic, u64 fences):
         cdef int errnum

@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport send_inline
-from te.core.channels cimport RINGS_BYTES
+from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
 from te.core.handles cimport LinkHandle
@@ -29,6 +29,7 @@ from te.transports.samehost.mappings cimport (
     mappings_keep, mappings_take,
 )
 from te.transports.samehost.pulling cimport *
+from te.transports.samehost.rings cimport RINGS_BYTES, rings_new
 from te.transports.samehost.state cimport Mapping, NONCE_BYTES, Pulling, Samehost
 
 import os
@@ -226,9 +227,11 @@ cdef class SamehostLink(LinkHandle):
         workers_watch(&engine.p.workers)  # Copying out of a process may have them wait for it.
 
     def add_rail(self, int fd, int rings_fd):
-        if rings_fd < 0:
-            raise OSError(EINVAL, f"cannot use the connection: {os.strerror(EINVAL)}")
-        return self.add(&PROTOCOL.frames, fd, rings_fd, sizeof(Pulling), -1)
+        cdef int errnum
+        cdef Channel *channel = rings_new(fd, rings_fd, not self.k.is_incoming, &errnum)
+        if channel == NULL:
+            raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
+        return self.add(&PROTOCOL.frames, channel, sizeof(Pulling))
 
     def take_descriptor(self, int number):
         cdef Samehost *own = <Samehost *>self.k.own

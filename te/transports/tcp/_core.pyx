@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # TCP: the source sends the bytes, and the kernel scatters them to where they belong.
 
+from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.landing cimport Landings, LandingProtocol, landing_protocol
 from te.core.link cimport Ops
-from te.core.encryption cimport SECRET_BYTES, Encrypted, encrypted_free, encrypted_new
 from te.core.sending cimport Streams, sending_ops
 from te.core.wire cimport OVER_TCP, SEGMENT
+from te.transports.tcp.encryption cimport SECRET_BYTES, encrypted_new, plain_new
 from libc.stdint cimport uint8_t
 
 import os
@@ -24,19 +25,15 @@ cdef class TcpLink(LinkHandle):
         self.make(engine, &OPS, is_incoming, need(sizeof(Streams)))
 
     def add_rail(self, int fd, secrets=None):
-        cdef Encrypted *encrypted = NULL
-        cdef bint added = False
+        cdef Channel *channel
         cdef const uint8_t[::1] out, into
         cdef int errnum
-        if secrets is not None:
+        if secrets is None:
+            channel = plain_new(fd)
+        else:
             out, into = secrets
             assert len(out) == len(into) == SECRET_BYTES
-            encrypted = encrypted_new(&out[0], &into[0], 0, &errnum)
-            if encrypted == NULL:
+            channel = encrypted_new(fd, &out[0], &into[0], 0, &errnum)
+            if channel == NULL:
                 raise OSError(errnum, f"cannot encrypt the connection: {os.strerror(errnum)}")
-        try:
-            added = self.add(&PROTOCOL.frames, fd, -1, sizeof(Landings), -1, encrypted)
-        finally:
-            if not added:
-                encrypted_free(encrypted)
-        return added
+        return self.add(&PROTOCOL.frames, channel, sizeof(Landings))

@@ -20,7 +20,6 @@ from te.connect.dial import (
     hello_to,
     tune,
 )
-from te.core.encryption import has_libcrypto
 from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
 from te.handshake import Card
@@ -39,12 +38,13 @@ from te.transports.base import (
 )
 from te.transports.tcp import kernel_tls
 from te.transports.tcp._core import TcpLink
+from te.transports.tcp.encryption import has_libcrypto
 
 __all__ = ["Tcp"]
 
 logger = logging.getLogger(__name__)
 
-#: In a hello: the connection is encrypted in records of our own (te/core/encryption.pxd), or
+#: In a hello: the connection is encrypted in records of our own (encryption.pxd), or
 #: by the kernel (`kernel_tls`). On the card: that records can be had, or both.
 _RECORDS = b"encrypted 1"
 _KERNEL = b"encrypted 1 kernel"

@@ -4,10 +4,11 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
+from te.core.channels cimport ChannelOps, channel_moved, channel_new, socket_ops
 from te.core.heap cimport need
 from te.core.posix cimport *
-from te.core.sync cimport last_errno, store32, u32, u64
-from te.core.vectors cimport within
+from te.core.sync cimport last_errno, load32, store32, u32, u64
+from te.core.vectors cimport behind, within
 
 import os
 
@@ -17,6 +18,10 @@ cdef extern from "<dlfcn.h>" nogil:
     enum: RTLD_NOW
 
 cdef enum:
+    RECORD_BYTES = 64 << 10
+    RECORD_HEAD_BYTES = 4
+    TAG_BYTES = 16
+    CIPHER_ROOM = 2 * (4 + (64 << 10) + 16)
     # In the file: one page that ends with the head of the record that goes out, its text, a page for
     # its tag, and the text of the record that came in.
     OUT_AT = 4096
@@ -26,6 +31,27 @@ cdef enum:
     NONCE_BYTES = 12
     CTRL_GET_TAG = 0x10
     CTRL_SET_TAG = 0x11
+
+cdef struct Direction:
+    void *cipher  # EVP_CIPHER_CTX
+    uint8_t secret[32]
+    u64 number  # of the next record, since the key was new
+    u64 rekey_records
+
+cdef struct Encrypted:
+    Channel channel  # first
+    # A file in memory, which the kernel copies from and to for the application: where the
+    # application's memory has vanished that is -EFAULT, not a crash.
+    int file
+    uint8_t *base
+    Direction out, into
+    u64 out_from, out_left  # of the record in `base` that the socket has not taken yet
+    u64 out_taken  # how many bytes of the application are in it
+    uint8_t *cipher  # CIPHER_ROOM: what has come, from `cipher_from` on not opened yet
+    u64 cipher_from, cipher_have
+    u64 in_from, in_left  # of the record in `base` that was opened
+    ssize_t failed  # 0, or why nothing more can come
+    u32 ready  # atomic: there is more than the socket shows
 
 cdef struct Crypto:  # of libcrypto 3
     void *(*cipher_new)() noexcept nogil
@@ -153,94 +179,43 @@ cdef int decrypt_record(Direction *d, uint8_t *head, u32 nbytes, uint8_t *text) 
 
 # -- both
 
-cdef Encrypted *encrypted_new(
-    const uint8_t *out, const uint8_t *into, u64 rekey_records, int *errnum
-) noexcept nogil:
-    cdef Encrypted *s
-    errnum[0] = ENOSYS
-    if not crypto.is_complete:
-        return NULL
-    s = <Encrypted *>need(sizeof(Encrypted))
-    s.base = <uint8_t *>MAP_FAILED
-    s.file = memfd_create(b"te-encrypted", MFD_CLOEXEC)
-    if s.file >= 0 and ftruncate(s.file, FILE_BYTES) == 0:
-        s.base = <uint8_t *>mmap(NULL, FILE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, s.file, 0)
-    errnum[0] = last_errno()
-    if s.base == MAP_FAILED:
-        encrypted_free(s)
-        return NULL
-    s.cipher = <uint8_t *>need(CIPHER_ROOM)
-    memcpy(s.out.secret, out, SECRET_BYTES)
-    memcpy(s.into.secret, into, SECRET_BYTES)
-    s.out.rekey_records = s.into.rekey_records = rekey_records if rekey_records else REKEY_RECORDS
-    s.out.cipher, s.into.cipher = crypto.cipher_new(), crypto.cipher_new()
-    errnum[0] = ENOMEM
-    if s.out.cipher == NULL or s.into.cipher == NULL or not (
-        new_key(&s.out, True) and new_key(&s.into, False)
-    ):
-        encrypted_free(s)
-        return NULL
-    errnum[0] = 0
-    return s
-
-
-cdef void encrypted_free(Encrypted *s) noexcept nogil:
-    if s == NULL:
-        return
-    crypto.cipher_free(s.out.cipher)  # which may be NULL
-    crypto.cipher_free(s.into.cipher)
-    if s.base != MAP_FAILED:
-        munmap(s.base, FILE_BYTES)
-    if s.file >= 0:
-        close(s.file)
-    free(s.cipher)
-    crypto.cleanse(s, sizeof(Encrypted))  # which a compiler does not leave out, as it may memset
-    free(s)
-
-
 cdef ssize_t copy(
     Encrypted *s, u64 at, iovec *v, u32 n, u64 skip, u64 most, bint own, bint out
 ) noexcept nogil:
     """Between the file, from `at` on, and what lies `skip` bytes into the vectors; how many bytes."""
     cdef u64 cut, done = 0, part
-    cdef u32 i = 0, k
-    cdef iovec first
+    cdef u32 i, k
+    cdef iovec was
     cdef ssize_t moved
-    while i < n and skip >= v[i].iov_len:
-        skip -= v[i].iov_len
-        i += 1
-    if i == n:
+    v = behind(v, &n, skip, &was)
+    if n == 0:
         return 0
-    first = v[i]
-    v[i].iov_base = <uint8_t *>first.iov_base + skip
-    v[i].iov_len = first.iov_len - skip
-    k = within(v + i, n - i, most, &cut)
+    k = within(v, n, most, &cut)
     if own:
-        for j in range(i, i + k):
-            part = v[j].iov_len
+        for i in range(k):
+            part = v[i].iov_len
             if out:
-                memcpy(s.base + at + done, v[j].iov_base, part)
+                memcpy(s.base + at + done, v[i].iov_base, part)
             else:
-                memcpy(v[j].iov_base, s.base + at + done, part)
+                memcpy(v[i].iov_base, s.base + at + done, part)
             done += part
         moved = done
     elif out:
-        moved = pwritev(s.file, v + i, k, at)
+        moved = pwritev(s.file, v, k, at)
     else:
-        moved = preadv(s.file, v + i, k, at)
+        moved = preadv(s.file, v, k, at)
     if moved < 0:
         moved = -last_errno()
     if cut:
-        v[i + k - 1].iov_len = cut
-    # The cut vector may be the first one.
-    v[i] = first
+        v[k - 1].iov_len = cut
+    v[0] = was  # It may be the one that was cut.
     return moved
 
 
-cdef ssize_t flush(Encrypted *s, int fd) noexcept nogil:
+cdef ssize_t flush(Encrypted *s) noexcept nogil:
     cdef ssize_t n
     while s.out_left:
-        n = send(fd, s.base + OUT_AT - RECORD_HEAD_BYTES + s.out_from, s.out_left,
+        n = send(s.channel.fd, s.base + OUT_AT - RECORD_HEAD_BYTES + s.out_from, s.out_left,
                  MSG_DONTWAIT | MSG_NOSIGNAL)
         if n < 0:
             return -last_errno()
@@ -249,7 +224,8 @@ cdef ssize_t flush(Encrypted *s, int fd) noexcept nogil:
     return 0
 
 
-cdef ssize_t encrypted_send(Encrypted *s, int fd, iovec *v, u32 n, bint own) noexcept nogil:
+cdef ssize_t send_some(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
+    cdef Encrypted *s = <Encrypted *>c
     cdef ssize_t total = 0, moved
     while True:
         if s.out_left == 0:
@@ -262,7 +238,7 @@ cdef ssize_t encrypted_send(Encrypted *s, int fd, iovec *v, u32 n, bint own) noe
                     s.out_left = RECORD_HEAD_BYTES + s.out_taken + TAG_BYTES
             if s.out_left == 0:
                 return total if total else moved
-        moved = flush(s, fd)
+        moved = flush(s)
         if moved < 0:
             return total if total else moved
         total += s.out_taken
@@ -286,7 +262,7 @@ cdef ssize_t failed(Encrypted *s, ssize_t errnum) noexcept nogil:
     return errnum
 
 
-cdef ssize_t open_next(Encrypted *s, int fd) noexcept nogil:
+cdef ssize_t open_next(Encrypted *s) noexcept nogil:
     """1, or as `recv`. What has failed fails again: a socket tells of its reset once, and that may be
     behind bytes that are returned first."""
     cdef ssize_t n
@@ -297,7 +273,7 @@ cdef ssize_t open_next(Encrypted *s, int fd) noexcept nogil:
         s.cipher_have -= s.cipher_from
         memmove(s.cipher, s.cipher + s.cipher_from, s.cipher_have)
         s.cipher_from = 0
-        n = recv(fd, s.cipher + s.cipher_have, CIPHER_ROOM - s.cipher_have, MSG_DONTWAIT)
+        n = recv(s.channel.fd, s.cipher + s.cipher_have, CIPHER_ROOM - s.cipher_have, MSG_DONTWAIT)
         if n <= 0:
             return n if n == 0 else failed(s, -last_errno())
         s.cipher_have += n
@@ -313,11 +289,12 @@ cdef ssize_t open_next(Encrypted *s, int fd) noexcept nogil:
     return 1
 
 
-cdef ssize_t encrypted_receive(Encrypted *s, int fd, iovec *v, u32 n, bint own) noexcept nogil:
+cdef ssize_t receive(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
+    cdef Encrypted *s = <Encrypted *>c
     cdef ssize_t total = 0, moved
     while True:
         if s.in_left == 0:
-            moved = open_next(s, fd)
+            moved = open_next(s)
             if moved <= 0:
                 break
         moved = copy(s, IN_AT + s.in_from, v, n, total, s.in_left, own, False)
@@ -330,36 +307,101 @@ cdef ssize_t encrypted_receive(Encrypted *s, int fd, iovec *v, u32 n, bint own) 
     return total if total else moved
 
 
+cdef bint moved(Channel *c, u32 interest) noexcept nogil:
+    """Whether there is something to receive that the socket does not show any more."""
+    return interest & EPOLLIN != 0 and load32(&(<Encrypted *>c).ready) != 0
+
+
+# -- making and freeing
+
+cdef void drop(Channel *c) noexcept nogil:
+    cdef Encrypted *s = <Encrypted *>c
+    crypto.cipher_free(s.out.cipher)  # which may be NULL
+    crypto.cipher_free(s.into.cipher)
+    if s.base != MAP_FAILED:
+        munmap(s.base, FILE_BYTES)
+    if s.file >= 0:
+        close(s.file)
+    free(s.cipher)
+    crypto.cleanse(s, sizeof(Encrypted))  # which a compiler does not leave out, as it may memset
+    free(s)
+
+
+cdef ChannelOps PLAIN = socket_ops()
+PLAIN.violation = b"an encrypted record that its engine did not send here, or not so"
+cdef ChannelOps ENCRYPTED = PLAIN
+ENCRYPTED.send = send_some
+ENCRYPTED.receive = receive
+ENCRYPTED.moved = moved
+ENCRYPTED.free = drop
+
+
+cdef Channel *plain_new(int fd) noexcept nogil:
+    return channel_new(&PLAIN, fd, sizeof(Channel))
+
+
+cdef Channel *encrypted_new(
+    int fd, const uint8_t *out, const uint8_t *into, u64 rekey_records, int *errnum
+) noexcept nogil:
+    cdef Encrypted *s
+    errnum[0] = ENOSYS
+    if not crypto.is_complete:
+        return NULL
+    s = <Encrypted *>channel_new(&ENCRYPTED, fd, sizeof(Encrypted))
+    s.base = <uint8_t *>MAP_FAILED
+    s.file = memfd_create(b"te-encrypted", MFD_CLOEXEC)
+    if s.file >= 0 and ftruncate(s.file, FILE_BYTES) == 0:
+        s.base = <uint8_t *>mmap(NULL, FILE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, s.file, 0)
+    errnum[0] = last_errno()
+    if s.base == MAP_FAILED:
+        drop(&s.channel)
+        return NULL
+    s.cipher = <uint8_t *>need(CIPHER_ROOM)
+    memcpy(s.out.secret, out, SECRET_BYTES)
+    memcpy(s.into.secret, into, SECRET_BYTES)
+    s.out.rekey_records = s.into.rekey_records = rekey_records if rekey_records else REKEY_RECORDS
+    s.out.cipher, s.into.cipher = crypto.cipher_new(), crypto.cipher_new()
+    errnum[0] = ENOMEM
+    if s.out.cipher == NULL or s.into.cipher == NULL or not (
+        new_key(&s.out, True) and new_key(&s.into, False)
+    ):
+        drop(&s.channel)
+        return NULL
+    errnum[0] = 0
+    return &s.channel
+
+
 cdef class Records:
     """One end of a socket, for whoever is not the plane."""
-    cdef Encrypted *s
+    cdef Channel *c
 
-    def __cinit__(self, bytes out, bytes into, u64 rekey_records=0):
+    def __cinit__(self, int fd, bytes out, bytes into, u64 rekey_records=0):
         cdef int errnum
         assert len(out) == len(into) == SECRET_BYTES
-        self.s = encrypted_new(<const uint8_t *><char *>out, <const uint8_t *><char *>into,
-                            rekey_records, &errnum)
-        if self.s == NULL:
+        self.c = encrypted_new(
+            fd, <const uint8_t *><char *>out, <const uint8_t *><char *>into, rekey_records, &errnum)
+        if self.c == NULL:
             raise OSError(errnum, f"cannot encrypt: {os.strerror(errnum)}")
 
     def __dealloc__(self):
-        encrypted_free(self.s)
+        if self.c != NULL:
+            self.c.ops.free(self.c)
 
     @property
     def ready(self):
-        return encrypted_ready(self.s)
+        return channel_moved(self.c, EPOLLIN)
 
-    def send(self, int fd, const uint8_t[::1] data, bint own=True):
+    def send(self, const uint8_t[::1] data, bint own=True):
         cdef iovec v
         v.iov_base = <void *>&data[0]
         v.iov_len = len(data)
-        return self._checked(encrypted_send(self.s, fd, &v, 1, own))
+        return self._checked(send_some(self.c, &v, 1, own))
 
-    def receive(self, int fd, uint8_t[::1] room, bint own=True):
+    def receive(self, uint8_t[::1] room, bint own=True):
         cdef iovec v
         v.iov_base = <void *>&room[0]
         v.iov_len = len(room)
-        return self._checked(encrypted_receive(self.s, fd, &v, 1, own))
+        return self._checked(receive(self.c, &v, 1, own))
 
     def _checked(self, ssize_t moved):
         if moved < 0:

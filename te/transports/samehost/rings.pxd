@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# The byte channel between two processes of one host: two rings in memory that both sides have mapped,
+# one for each direction, and a unix socket that wakes up who sleeps and tells of the other side's end.
+#
+# A side keeps its own position to itself and shows it to the other; the other's is believed as far as
+# it makes sense. What is read out of a ring is copied before it is looked at.
+
+from te.core.channels cimport Channel
+
+cdef enum:
+    RING_BYTES = 128 << 10
+    RINGS_HEAD_BYTES = 4096
+    RINGS_BYTES = 4096 + 2 * (128 << 10)  # a file of it: the head, then the two rings
+
+# Takes over the socket, and the file of the rings (RINGS_BYTES, sealed) once it `is_taken`: the side
+# that dialled writes the first ring. NULL and an errno.
+cdef Channel *rings_new(int fd, int rings_fd, bint dialled, int *errnum) noexcept nogil
