@@ -20,7 +20,7 @@ cdef bint send_from_here(Connection *c, int turns) noexcept nogil:
         return False
     cdef bint is_free = not c.gone and not c.out_left and not load32(&c.link.dead)
     if is_free:
-        connection_send(c, turns)
+        c.protocol.send(c, turns)
         set_interest(c)
         # What is left of a transfer of many small blocks is for the connection's worker.
         if load_pointer(&c.link.issue) != NULL:
@@ -60,11 +60,11 @@ cdef Moved take_answer(Transfer *t, Connection *c) noexcept nogil:
             c.driven = 1
             set_interest(c)
             channel_disarm(c.channel)
-        state = connection_receive(c, True)
+        state = c.protocol.receive(c, True)
         while state == MOVED and load32(&t.status) == PENDING:
-            state = connection_receive(c, True)
+            state = c.protocol.receive(c, True)
         if c.queued_n:
-            connection_send(c, 1)
+            c.protocol.send(c, 1)
     pthread_mutex_unlock(&c.lock)
     return state
 

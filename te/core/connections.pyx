@@ -10,7 +10,7 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.posix cimport *
 from te.core.sync cimport *
-from te.core.wire cimport BLOCKS_MAX, Block, Header, body_bytes_max
+from te.core.wire cimport body_bytes_max
 from te.core.worker cimport *
 
 cdef enum:
@@ -69,7 +69,6 @@ cdef void retire(Connection *c) noexcept nogil:
     c.gone = True
     polled_unwatch(&c.polled, c.channel.fd)
     channel_close(c.channel)
-    frame_sent(c, False)
     pthread_mutex_lock(&link.lock)
     link.connections_alive -= 1
     left = link.connections_alive
@@ -93,19 +92,13 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
             return WAITING
         if c.driven:  # A caller sleeps until the answer comes: it must not find it taken.
             break
-        state = connection_receive(c, False)
-        if state == WAITING and c.place == AT_HEAD and (
-            c.protocol.has_work != NULL and c.protocol.has_work(c)
-        ):
-            # A frame behind that of a copy has ended it: without one more look nobody would
-            # take the copy up.
-            state = MOVED
+        state = c.protocol.receive(c, False)
         if state != MOVED:
             break
         if c.queued_n and c.out_left == 0 and not hurried:
             # Through a socket the first answer goes at once, those behind it together.
             hurried = not c.channel.ops.is_in_memory
-            connection_send(c, 1)
+            c.protocol.send(c, 1)
     return state
 
 
@@ -119,7 +112,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     c.channel.is_patient = is_patient
     c.is_workers = True
     if not c.gone:
-        if c.staged != NULL:
+        if c.protocol.settle != NULL:
             c.protocol.settle(c)
         if rung and c.channel.ops.rung != NULL:
             c.channel.ops.rung(c.channel)
@@ -129,7 +122,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
             return False
         again = state == MOVED
         if not load32(&c.link.dead):
-            again |= connection_send(c, SENDS_PER_TURN) == MOVED
+            again |= c.protocol.send(c, SENDS_PER_TURN) == MOVED
         # It stopped for lack of turns: the kernel may have nothing to wake it with.
         if again and not load32(&c.link.dead):
             polled_again(&c.polled)
@@ -231,13 +224,9 @@ cdef void connection_free(Connection *c) noexcept nogil:
     c.channel.ops.free(c.channel)
     pthread_mutex_destroy(&c.lock)
     free(c.own)
-    free(c.staged)
     free(c.body)
-    free(c.local)
     free(c.queued)
     free(c.sending)
-    free(c.frame)
-    free(c.out)
     free(c)
 
 
@@ -259,10 +248,7 @@ cdef int connection_add(
     c.protocol = protocol
     c.link = link
     c.own = need(own_nbytes + 1)
-    c.body = <uint8_t *>need(body_bytes_max())
-    c.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
-    c.local = <iovec *>need(IOV_MAX * sizeof(iovec))
-    c.out = <iovec *>need(IOV_MAX * sizeof(iovec))
+    c.body = <uint8_t *>need(body_bytes_max(protocol.over, link.is_incoming) + 1)
     c.interest = EPOLLIN
     c.channel = channel
     channel.is_taken = True

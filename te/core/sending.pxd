@@ -3,7 +3,7 @@
 # cut into frames, of which each connection takes the next one when it is free.
 
 from libc.stdint cimport uint8_t
-from te.core.frames cimport Connection
+from te.core.frames cimport Connection, Moved
 from te.core.link cimport Link, Ops, Transfer
 from te.core.sync cimport u32, u64
 
@@ -32,9 +32,8 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil
 cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil
 cdef void sending_submit(Transfer *t) noexcept nogil
 
-# What `Protocol` of such a transport calls.
-cdef bint sending_load(Connection *c) noexcept nogil
-cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil
+# `Protocol.send` and `.leave`.
+cdef Moved sending_send(Connection *c, int turns) noexcept nogil
 cdef bint sending_leave(Connection *c) noexcept nogil
 
 # An acknowledgement has come; False after a violation, and the link dies of it.

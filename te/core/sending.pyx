@@ -3,13 +3,15 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
 from te.core.callers cimport INLINE_BYTES, kick_some, send_inline
 from te.core.connections cimport connections_free
-from te.core.frames cimport frame_load, queue_frame
+from te.core.frames cimport MOVED, WAITING, queue_frame
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.maps cimport map_get
+from te.core.payload cimport Payload, payload_begin, payload_load, payload_of, payload_send
 from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.staged cimport *
 from te.core.staging cimport Slot
@@ -158,9 +160,9 @@ cdef void fill(Connection *c, Transfer *t, Sending *s) noexcept nogil:
     """Makes the next frame of the transfer: header and descriptors, and for a SEGMENT the memory
     they describe. Blocks are taken from a cursor, so that a transfer of any size needs no table of
     segments."""
-    cdef Header *h = <Header *>c.frame
-    cdef Landing *landings = <Landing *>(c.frame + sizeof(Header))
-    cdef Block *descriptors = <Block *>(c.frame + sizeof(Header))
+    cdef Payload *p = payload_of(c)
+    cdef Header *h = &p.frame.head
+    cdef Landing *landings = <Landing *>p.frame.items
     cdef u64 left = s.segment_bytes, part
     cdef u32 k = 0, most = t.link.plane.segment_blocks
     cdef Block b
@@ -171,14 +173,14 @@ cdef void fill(Connection *c, Transfer *t, Sending *s) noexcept nogil:
         b.src += s.offset
         b.dst += s.offset
         if is_segment:
-            c.out[2 + k].iov_base = <void *>b.src
-            c.out[2 + k].iov_len = part
+            p.out[2 + k].iov_base = <void *>b.src
+            p.out[2 + k].iov_len = part
             landings[k].dst = b.dst
             landings[k].nbytes = part
         else:
-            descriptors[k].src = b.src
-            descriptors[k].dst = b.dst
-            descriptors[k].nbytes = part
+            p.frame.items[k].src = b.src
+            p.frame.items[k].dst = b.dst
+            p.frame.items[k].nbytes = part
         k += 1
         left -= part
         s.offset += part
@@ -239,17 +241,25 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
     store_pointer(&t.via, c)
 
 
+cdef inline u64 items_nbytes(Header *h) noexcept nogil:
+    return h.count * (sizeof(Landing) if h.kind == SEGMENT else sizeof(Block))
+
+
+cdef bint stages(Transfer *t) noexcept nogil:
+    return (<Sending *>t.own).is_staged and t.n != 0
+
+
 cdef bint prepare_frame(Connection *c) noexcept nogil:
     """Has the next frame copied for sending, if it is of a staged transfer; False if there is none, or
     no room. Frames that are behind those that are prepared wait for them: what begins at the
     destination begins in order."""
     cdef Link *link = c.link
-    cdef Header *h = <Header *>c.frame
+    cdef Payload *p = payload_of(c)
     cdef Transfer *t
     cdef Slot *slot = NULL
     pthread_mutex_lock(&link.lock)
     t = ready_transfer(c)
-    if t != NULL and (<Sending *>t.own).is_staged and t.n:
+    if t != NULL and stages(t):
         slot = staged_take(c)
     if slot != NULL:
         make_frame(c, t, staged_slot_bytes(c))
@@ -257,39 +267,51 @@ cdef bint prepare_frame(Connection *c) noexcept nogil:
     # The copy is handed over without the link's lock: it may take a while, and the transfer stays,
     # as something of it is under way.
     if slot != NULL:
-        staged_put(c, slot, t, h.count * sizeof(Landing), h.count, h.nbytes)
+        staged_put(
+            c, slot, t, &p.frame, sizeof(Header) + items_nbytes(&p.frame.head), p.out + 2,
+            p.frame.head.nbytes)
     return slot != NULL
 
 
-cdef bint sending_load(Connection *c) noexcept nogil:
-    cdef Header *h = <Header *>c.frame
-    cdef bint is_segment
+cdef void load_staged(Connection *c) noexcept nogil:
+    """The next frame that is prepared, if it is copied."""
+    cdef Payload *p = payload_of(c)
+    cdef Slot *slot
+    cdef Prepared *one = staged_load(c, &slot)
+    if one == NULL:
+        return
+    memcpy(&p.frame, one.frame, one.frame_nbytes)
+    if slot.fault:  # Nobody is to get what was there before.
+        memset(slot.base, 0, p.frame.head.nbytes)
+    p.out[2].iov_base = slot.base
+    p.out[2].iov_len = p.frame.head.nbytes
+    payload_load(c, one.transfer, one.frame_nbytes - sizeof(Header), 1, p.frame.head.nbytes)
+    transfer_drop(one.transfer)  # The connection has a reference now.
+    if slot.fault:
+        pthread_mutex_lock(&c.link.lock)
+        one.transfer.fault = slot.fault
+        pthread_mutex_unlock(&c.link.lock)
+        p.trailer = slot.fault
+
+
+cdef void load(Connection *c) noexcept nogil:
+    """Prepares the frame that is sent next, if there is one."""
+    cdef Payload *p = payload_of(c)
+    cdef Header *h = &p.frame.head
     cdef Transfer *t
     if plane_stages(c.link.plane):
         while c.is_workers and prepare_frame(c):
             pass
-        if staged_ahead(c):
-            return c.is_workers and staged_load(c)
+        if p.staged.n:
+            if c.is_workers:
+                load_staged(c)
+            return
     pthread_mutex_lock(&c.link.lock)
     t = ready_transfer(c)
-    if t != NULL and (<Sending *>t.own).is_staged and t.n:
-        t = NULL
-    if t != NULL:
+    if t != NULL and not stages(t):
         make_frame(c, t, c.link.plane.segment_bytes)
-        is_segment = h.kind == SEGMENT
-        frame_load(
-            c, t, h.count * (sizeof(Landing) if is_segment else sizeof(Block)),
-            h.count if is_segment else 0, h.nbytes)
+        payload_load(c, t, items_nbytes(h), h.count if h.kind == SEGMENT else 0, h.nbytes)
     pthread_mutex_unlock(&c.link.lock)
-    return t != NULL
-
-
-cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil:
-    cdef Transfer *t = c.out_transfer
-    if is_whole and (<Sending *>t.own).frame == PULL:
-        count(&c.flow.sent_nbytes, (<Header *>c.frame).nbytes)
-    staged_sent(c)
-    frame_over(c, t)
 
 
 cdef void frame_over(Connection *c, Transfer *t) noexcept nogil:
@@ -302,7 +324,36 @@ cdef void frame_over(Connection *c, Transfer *t) noexcept nogil:
     transfer_drop(t)
 
 
+cdef void sent(Connection *c) noexcept nogil:
+    """All that was loaded."""
+    cdef Payload *p = payload_of(c)
+    cdef Transfer *t = p.out_transfer
+    if t == NULL:
+        return
+    p.out_transfer = NULL
+    if (<Sending *>t.own).frame == PULL:
+        count(&c.flow.sent_nbytes, p.frame.head.nbytes)
+    staged_sent(c)
+    frame_over(c, t)
+
+
+cdef Moved sending_send(Connection *c, int turns) noexcept nogil:
+    cdef Moved state
+    while turns:
+        if c.out_left == 0:
+            load(c)
+            if not payload_begin(c):
+                return WAITING
+        state = payload_send(c)
+        if state != MOVED:
+            return state
+        turns -= 1
+        sent(c)
+    return MOVED
+
+
 cdef bint sending_leave(Connection *c) noexcept nogil:
+    cdef Payload *p = payload_of(c)
     cdef Transfer *t
     if not staged_is_quiet(c):
         return False
@@ -310,6 +361,9 @@ cdef bint sending_leave(Connection *c) noexcept nogil:
     while t != NULL:
         frame_over(c, t)
         t = staged_forget(c)
+    if p.out_transfer != NULL:
+        frame_over(c, p.out_transfer)
+        p.out_transfer = NULL
     return True
 
 

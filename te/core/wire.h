@@ -284,13 +284,14 @@ static inline size_t item_bytes(const FrameRule *rule) {
     return rule->item == NO_ITEM ? 0 : LAYOUT_TABLE[rule->item].nbytes;
 }
 
-/* Room for what follows any header that passes, but for payload and trailer. */
-static inline size_t body_bytes_max(void) {
+/* Room for what follows any header that passes there (see check_header), but for payload and trailer. */
+static inline size_t body_bytes_max(int over, int from_source) {
     size_t most = 0, nbytes;
     for (int kind = 0; kind < KINDS; kind++)
         for (const FrameRule *rule = FRAME_RULES[kind]; rule < FRAME_RULES[kind + 1]; rule++) {
             nbytes = item_bytes(rule) * rule->bounds[H_COUNT].most;
-            most = nbytes > most ? nbytes : most;
+            if ((from_source ? rule->source : rule->destination) & over && nbytes > most)
+                most = nbytes;
         }
     return most;
 }

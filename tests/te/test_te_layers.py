@@ -38,8 +38,10 @@ LAYERS = (
     "connections",
     "callers",
     "staged",
+    "payload",
     "sending",
     "landing",
+    "receiving",
     "engine",
     "handles",
 )

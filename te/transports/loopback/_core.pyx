@@ -11,7 +11,7 @@ from libc.string cimport memmove, strlen
 from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.connections cimport connections_free
 from te.core.engine cimport Engine
-from te.core.frames cimport Connection, Protocol
+from te.core.frames cimport Connection, LOST, Moved, Protocol, WAITING, frame_read
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.inbound cimport *
@@ -244,13 +244,17 @@ cdef void turn(Connection *c) noexcept nogil:
         link_drop(source)
 
 
-cdef bint load(Connection *c) noexcept nogil:
-    return False
+cdef Moved send(Connection *c, int turns) noexcept nogil:
+    return WAITING
 
 
-cdef bint received(Connection *c) noexcept nogil:
+cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
+    cdef bint is_whole
+    cdef Moved state = frame_read(c, answers_only, &is_whole)
+    if not is_whole:
+        return state
     violate(c.link, b"a frame where there are none")
-    return False
+    return LOST
 
 
 cdef Link *forgotten_by(Link *link, Link *other) noexcept nogil:
@@ -303,9 +307,8 @@ OPS.release = release
 cdef ChannelOps SOCKET = socket_ops()
 cdef Protocol PROTOCOL
 PROTOCOL.over = OVER_TCP
-PROTOCOL.is_words = True
-PROTOCOL.load = load
-PROTOCOL.received = received
+PROTOCOL.send = send
+PROTOCOL.receive = receive
 PROTOCOL.turn = turn
 
 

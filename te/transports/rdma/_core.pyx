@@ -9,13 +9,13 @@ from te.core.callers cimport send_inline
 from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
-from te.core.frames cimport Connection, Protocol
+from te.core.frames cimport Connection, LOST, MOVED, Moved, Protocol, frame_read
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
-from te.core.landing cimport Landings, landing_empty
 from te.core.link cimport *
 from te.core.plane cimport Plane, plane_private
 from te.core.posix cimport EPOLLIN
+from te.core.receiving cimport receiving_empty
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_await
 from te.core.wire cimport *
@@ -284,7 +284,7 @@ cdef bint received(Connection *c) noexcept nogil:
     if c.head.kind == ASK:
         return on_ask(c)
     if c.head.kind == END:
-        return landing_empty(c)
+        return receiving_empty(c, &control_of(c).last_id)
     if c.head.kind == ABANDON:
         return on_abandon(c)
     if c.head.kind == TABLE:
@@ -300,6 +300,22 @@ cdef bint received(Connection *c) noexcept nogil:
     return True
 
 
+cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
+    cdef bint is_whole
+    cdef Moved state = frame_read(c, answers_only, &is_whole)
+    return state if not is_whole or received(c) else LOST
+
+
+cdef Moved send(Connection *c, int turns) noexcept nogil:
+    cdef Moved state = MOVED
+    while turns and state == MOVED:
+        turns -= 1
+        if c.out_left == 0:
+            outgoing_ask(c)
+        state = control_send(c)
+    return state
+
+
 cdef void turn(Connection *c) noexcept nogil:
     if has_to_break(c.link):
         break_link(c.link)
@@ -311,10 +327,8 @@ cdef void turn(Connection *c) noexcept nogil:
 cdef ChannelOps SOCKET = socket_ops()
 cdef Protocol PROTOCOL
 PROTOCOL.over = OVER_RDMA
-PROTOCOL.is_words = True
-PROTOCOL.load = outgoing_load
-PROTOCOL.sent = outgoing_sent
-PROTOCOL.received = received
+PROTOCOL.send = send
+PROTOCOL.receive = receive
 PROTOCOL.turn = turn
 
 
@@ -363,7 +377,7 @@ cdef class RdmaLink(LinkHandle):
 
     def add_connection(self, int fd):
         return self.add(
-            &PROTOCOL, channel_new(&SOCKET, fd, sizeof(Channel)), sizeof(Landings),
+            &PROTOCOL, channel_new(&SOCKET, fd, sizeof(Channel)), sizeof(Control),
             direct_of(self.k).worker.index)
 
     def add_qp(self, u64 endpoint, u32 index, u32 epoch, u32 local_nic, u32 remote_nic, u64 fences):

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# The connection of a link over RDMA, and the words that go over it.
+# The connection of a link over RDMA, and the words that go over it: small frames and no payload.
 
 from libc.stdint cimport uint8_t
-from te.core.frames cimport Connection
+from te.core.frames cimport Connection, Moved
 from te.core.link cimport Link
 from te.core.sync cimport u32, u64
 from te.core.wire cimport PieceId
+
+# `Connection.own`.
+cdef struct Control:
+    u64 last_id  # of the transfers that the source has begun
+    u64 sending_n  # of what is being sent
+
+# Sends what is queued, in one call; WAITING if that was not all, or nothing.
+cdef Moved control_send(Connection *c) noexcept nogil
 
 # The link's connection, with its lock and the link's.
 cdef Connection *control_lock(Link *link) noexcept nogil
@@ -25,3 +33,7 @@ cdef void queue_abandon(Connection *c, u64 number, u64 tag, u64 pieces) noexcept
 # The memory that is registered for peers, if it has changed since the last time or the source needs
 # more keys: of regions that allow it something that it has asked for.
 cdef void tell_table(Connection *c, u32 right) noexcept nogil
+
+
+cdef inline Control *control_of(Connection *c) noexcept nogil:
+    return <Control *>c.own

@@ -5,14 +5,33 @@ from libc.stdint cimport uint16_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.connections cimport set_interest
-from te.core.frames cimport connection_send, queue_frame
+from te.core.frames cimport MOVED, WAITING, on_sending_failed, queue_frame, take_queued
 from te.core.heap cimport need
+from te.core.posix cimport iovec
 from te.core.regions cimport Key, Snapshot
 from te.core.sections cimport enter, leave
 from te.core.sync cimport *
 from te.core.wire cimport *
 from te.core.worker cimport worker_wake
 from te.transports.rdma.state cimport *
+
+
+cdef Moved control_send(Connection *c) noexcept nogil:
+    cdef iovec v
+    cdef ssize_t moved
+    if c.out_left == 0:
+        control_of(c).sending_n = c.out_left = take_queued(c)
+        if c.out_left == 0:
+            return WAITING
+        c.progress_ns = now_ns()
+    v.iov_base = c.sending + (control_of(c).sending_n - c.out_left)
+    v.iov_len = c.out_left
+    moved = c.channel.ops.send(c.channel, &v, 1, True)
+    if moved < 0:
+        return on_sending_failed(c, -moved)
+    c.progress_ns = now_ns()
+    c.out_left -= moved
+    return MOVED if c.out_left == 0 else WAITING
 
 
 cdef Connection *control_lock(Link *link) noexcept nogil:
@@ -25,7 +44,7 @@ cdef Connection *control_lock(Link *link) noexcept nogil:
 cdef void control_unlock(Connection *c) noexcept nogil:
     pthread_mutex_unlock(&c.link.lock)
     if not c.gone and not load32(&c.link.dead) and (c.queued_n or c.out_left):
-        connection_send(c, 1)
+        control_send(c)
         set_interest(c)
     pthread_mutex_unlock(&c.lock)
 

@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 from te.core.frames cimport queue_answer
 from te.core.heap cimport need
 from te.core.inbound cimport *
-from te.core.landing cimport Landings, landing_finish
+from te.core.landing cimport landing_finish
 from te.core.link cimport *
 from te.core.posix cimport ntohl
 from te.core.regions cimport right_to_write
@@ -80,7 +80,7 @@ cdef bint may_ask(Connection *c, char *text) noexcept nogil:
     most."""
     cdef Direct *d = direct_of(c.link)
     cdef Header *h = &c.head
-    cdef u64 last_id = (<Landings *>c.own).last_id
+    cdef u64 last_id = control_of(c).last_id
     if arriving_of(c.link, h.transfer) != NULL:
         snprintf(text, TEXT_MAX, b"transfer %llu is asked for twice", <ull>h.transfer)
         return False
@@ -131,7 +131,7 @@ cdef bint on_ask(Connection *c) noexcept nogil:
     if a == NULL:
         violate_locked(link, text)
     else:
-        (<Landings *>c.own).last_id = h.transfer
+        control_of(c).last_id = h.transfer
         if a.refused:
             queue_answer(c, a.id, REFUSED, text)
             arriving_forget(link, a)

@@ -10,8 +10,8 @@ from te.transports.rdma.state cimport Posted
 cdef void outgoing_prepare(Transfer *t, bint is_shared) noexcept nogil
 cdef void outgoing_settled(Transfer *t) noexcept nogil
 cdef void outgoing_cancel(Transfer *t) noexcept nogil
-cdef bint outgoing_load(Connection *c) noexcept nogil
-cdef void outgoing_sent(Connection *c, bint is_whole) noexcept nogil
+# Queues questions about the transfers that may begin.
+cdef void outgoing_ask(Connection *c) noexcept nogil
 cdef bint outgoing_acknowledged(Connection *c) noexcept nogil
 # A turn of the link's worker, without a lock: gives up what was cancelled, and all that is unfinished if
 # `Direct.verdict` says so; with the destination's knowledge.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdlib cimport free
-from te.core.frames cimport frame_load
+from te.core.frames cimport queue_frame
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_get
@@ -167,44 +167,25 @@ cdef void outgoing_turn(Link *link) noexcept nogil:
 
 # -- words
 
-cdef void fill(Connection *c, Transfer *t) noexcept nogil:
-    """May this be written? Or, of a transfer without blocks: it has come."""
-    cdef Header *h = <Header *>c.frame
-    if t.n:
-        h[0] = header_of(ASK, t.id, t.tag, t.total)
-        h.count = 0 if t.is_read else posting_of(t).pieces_n
-        frame_load(c, NULL, 0, 0, 0)
-    else:
-        h[0] = header_of(END, t.id, t.tag, 0)
-        advance(t, ALL_SENT)
-        t.in_flight += 1
-        frame_load(c, t, 0, 0, 0)
-
-
-cdef bint outgoing_load(Connection *c) noexcept nogil:
+cdef void outgoing_ask(Connection *c) noexcept nogil:
+    """May these be written? Or, of a transfer without blocks: it has come."""
     cdef Link *link = c.link
     cdef Transfer *t
+    cdef Header h
     pthread_mutex_lock(&link.lock)
     t = next_to_issue(link)
-    if t == NULL:
-        pthread_mutex_unlock(&link.lock)
-        return False
-    link.issue = t.after
-    advance(t, BEGINS)
-    store_pointer(&t.via, c)
-    fill(c, t)
+    while t != NULL:
+        link.issue = t.after
+        advance(t, BEGINS)
+        store_pointer(&t.via, c)
+        h = header_of(ASK if t.n else <uint8_t>END, t.id, t.tag, t.total)
+        if t.n == 0:
+            advance(t, ALL_SENT)
+        elif not t.is_read:
+            h.count = posting_of(t).pieces_n
+        queue_frame(c, &h, NULL, 0)
+        t = next_to_issue(link)
     pthread_mutex_unlock(&link.lock)
-    return True
-
-
-cdef void outgoing_sent(Connection *c, bint is_whole) noexcept nogil:
-    cdef Transfer *t = c.out_transfer
-    pthread_mutex_lock(&c.link.lock)
-    t.in_flight -= 1
-    if t.is_listed:
-        conclude(t)
-    pthread_mutex_unlock(&c.link.lock)
-    transfer_drop(t)
 
 
 cdef void grant(Connection *c, Transfer *t, u64 mark) noexcept nogil:

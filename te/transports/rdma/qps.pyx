@@ -5,7 +5,6 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.heap cimport need
 from te.core.inbound cimport Arriving, arriving_of
-from te.core.landing cimport Landings
 from te.core.link cimport *
 from te.core.sync cimport *
 from te.core.tally cimport count
@@ -366,7 +365,7 @@ cdef bint has_asked(Connection *c, PieceId *item) noexcept nogil:
     cdef u64 pieces = PIECES_MAX
     if a != NULL:
         pieces = 0 if granted_of(a) == NULL else granted_of(a).pieces
-    return item.transfer <= (<Landings *>c.own).last_id and item.piece < pieces
+    return item.transfer <= control_of(c).last_id and item.piece < pieces
 
 
 cdef bint on_lost(Connection *c) noexcept nogil:

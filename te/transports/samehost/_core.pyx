@@ -9,14 +9,15 @@ from te.core.callers cimport send_inline
 from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
+from te.core.frames cimport Protocol
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.kinds cimport Kind, TOUCHED_BY_KERNEL, kind_of
-from te.core.landing cimport LandingProtocol, landing_protocol
 from te.core.link cimport Link, Ops, PROCESS_GONE, STALLED, Transfer, link_die
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.posix cimport *
+from te.core.receiving cimport receiving_protocol
 from te.core.sending cimport (
     Sending, sending_ops, sending_prepare, sending_pull, sending_submit,
 )
@@ -200,13 +201,10 @@ OPS.check = check
 OPS.forget = forget
 OPS.release = release
 
-cdef LandingProtocol PROTOCOL = landing_protocol(OVER_RINGS, PULL)
-PROTOCOL.frames.landed = pulling_landed
-PROTOCOL.frames.part = pulling_part
-PROTOCOL.frames.copy = pulling_copy
-PROTOCOL.frames.take_up = pulling_take_up
-PROTOCOL.frames.has_work = pulling_has_work
-PROTOCOL.pull = pulling_pull
+cdef Protocol PROTOCOL = receiving_protocol(OVER_RINGS)
+PROTOCOL.receive = pulling_receive
+PROTOCOL.settle = pulling_settle
+PROTOCOL.has_work = pulling_has_work
 
 
 cdef class SamehostLink(LinkHandle):
@@ -231,7 +229,7 @@ cdef class SamehostLink(LinkHandle):
         cdef Channel *channel = rings_new(fd, rings_fd, not self.k.is_incoming, &errnum)
         if channel == NULL:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
-        return self.add(&PROTOCOL.frames, channel, sizeof(Pulling))
+        return self.add(&PROTOCOL, channel, sizeof(Pulling))
 
     def take_descriptor(self, int number):
         cdef Samehost *own = <Samehost *>self.k.own

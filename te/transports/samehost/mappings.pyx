@@ -6,6 +6,7 @@ from te.core.frames cimport Connection
 from te.core.heap cimport need
 from te.core.kinds cimport Copy, Kind
 from te.core.link cimport Link
+from te.core.payload cimport Payload, payload_of
 from te.core.plane cimport plane_private
 from te.core.posix cimport _SC_PAGESIZE, iovec, mincore, munmap, sysconf
 from te.core.regions cimport regions_above, Snapshot
@@ -146,8 +147,8 @@ cdef void mappings_free(Link *link) noexcept nogil:
 
 # -- copies by kinds
 
-cdef inline u64 left_of(Connection *c, u32 i, u64 offset) noexcept nogil:
-    return c.local[i].iov_len - offset
+cdef inline u64 left_of(Payload *p, u32 i, u64 offset) noexcept nogil:
+    return p.local[i].iov_len - offset
 
 
 cdef Kind *kind_at(Snapshot *now, u64 address, u64 *end) noexcept nogil:
@@ -163,14 +164,15 @@ cdef u32 direct_copies(
     Connection *c, iovec *remote, Copy *copies, u32 most, Kind **kind, u64 *nbytes
 ) noexcept nogil:
     cdef Samehost *own = <Samehost *>c.link.own
+    cdef Payload *p = payload_of(c)
     cdef Snapshot *now = <Snapshot *>load_pointer(&c.link.plane.regions.now)
-    cdef u32 i = c.local_at, n = 0
+    cdef u32 i = p.local_at, n = 0
     cdef u64 src, dst, end = 0, part, offset = 0
     cdef Mapping *m = NULL
     kind[0] = NULL
     nbytes[0] = 0
-    while i < c.local_n and n < most:
-        src, dst = <u64>remote[i].iov_base + offset, <u64>c.local[i].iov_base + offset
+    while i < p.local_n and n < most:
+        src, dst = <u64>remote[i].iov_base + offset, <u64>p.local[i].iov_base + offset
         if m == NULL or not m.start <= src < m.end:
             m = mapping_at(own, src)
         if m == NULL or m.kind == NULL or kind_at(now, dst, &end) != m.kind:
@@ -178,13 +180,13 @@ cdef u32 direct_copies(
         if kind[0] != NULL and kind[0] != m.kind:
             break
         kind[0] = m.kind
-        part = min(left_of(c, i, offset), min(m.end - src, end - dst))
+        part = min(left_of(p, i, offset), min(m.end - src, end - dst))
         copies[n].dst, copies[n].src = <void *>dst, m.here + (src - m.start)
         copies[n].nbytes = part
         n += 1
         nbytes[0] += part
         offset += part
-        if offset == c.local[i].iov_len:
+        if offset == p.local[i].iov_len:
             i += 1
             offset = 0
     return n
@@ -194,20 +196,21 @@ cdef u32 mapped_spans(
     Connection *c, iovec *remote, Span *spans, u32 most, u64 most_bytes
 ) noexcept nogil:
     cdef Samehost *own = <Samehost *>c.link.own
-    cdef u32 i = c.local_at, n = 0
+    cdef Payload *p = payload_of(c)
+    cdef u32 i = p.local_at, n = 0
     cdef u64 src, part, offset = 0
     cdef Mapping *m
-    while i < c.local_n and n < most and most_bytes:
+    while i < p.local_n and n < most and most_bytes:
         src = <u64>remote[i].iov_base + offset
         m = mapping_at(own, src)
         if m == NULL or m.kind == NULL:
             break
-        part = min(min(left_of(c, i, offset), m.end - src), most_bytes)
+        part = min(min(left_of(p, i, offset), m.end - src), most_bytes)
         spans[n].kind, spans[n].at, spans[n].nbytes = m.kind, m.here + (src - m.start), part
         n += 1
         most_bytes -= part
         offset += part
-        if offset == c.local[i].iov_len:
+        if offset == p.local[i].iov_len:
             i += 1
             offset = 0
     return n
@@ -215,12 +218,13 @@ cdef u32 mapped_spans(
 
 cdef u64 bytes_before_kinds(Connection *c, iovec *remote) noexcept nogil:
     cdef Samehost *own = <Samehost *>c.link.own
+    cdef Payload *p = payload_of(c)
     cdef u64 nbytes = 0
     cdef u32 i
     if load32(&own.has_kinds) == 0:
-        return c.payload_left
-    for i in range(c.local_at, c.local_n):
+        return p.left
+    for i in range(p.local_at, p.local_n):
         if is_kinds(own, <u64>remote[i].iov_base):
             break
-        nbytes += c.local[i].iov_len
+        nbytes += p.local[i].iov_len
     return nbytes

@@ -5,21 +5,22 @@ from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, strerror
-from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, TAKEN, WAITING, queue_frame
+from te.core.frames cimport LOST, MOVED, NOT_MINE, TAKEN, WAITING, frame_read, queue_frame
 from te.core.heap cimport need
 from te.core.inbound cimport Arriving
 from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick
+from te.core.payload cimport AT_COPY, AT_HEAD, Payload
 from te.core.posix cimport EFAULT, iovec, process_vm_readv
+from te.core.receiving cimport receiving_frame, receiving_some
 from te.core.sections cimport enter, leave, section_within
 from te.core.staged cimport (
-    staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move, staged_push,
-    staged_receive, staged_slot, staged_slot_bytes,
+    Part, staged_done, staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move,
+    staged_slot, staged_slot_bytes,
 )
 from te.core.staging cimport Slot, Span, SPANS_MAX
 from te.core.sync cimport *
-from te.core.tally cimport count
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, BLOCKS_MAX, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport (
@@ -44,10 +45,14 @@ cdef inline Samehost *own_of(Connection *c) noexcept nogil:
     return <Samehost *>c.link.own
 
 
+cdef inline Pulling *pulling_of(Connection *c) noexcept nogil:
+    return <Pulling *>c.own
+
+
 # -- sharing the work among the link's workers, whichever connection it came by
 
-cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil:
-    cdef Pulling *p = <Pulling *>c.own
+cdef void pull(Connection *c, Arriving *a) noexcept nogil:
+    cdef Pulling *p = pulling_of(c)
     cdef Block *blocks = <Block *>c.body
     cdef u32 i
     for i in range(c.head.count):
@@ -60,15 +65,20 @@ cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil:
 
 
 cdef void begin_copy(Connection *c, Arriving *a) noexcept nogil:
-    c.place = AT_COPY
-    if not landing_begin(c, a):
+    cdef bint good = landing_begin(c, a)
+    pulling_of(c).payload.stand = AT_COPY
+    if not good:
         end_copy(c)
 
 
 cdef void end_copy(Connection *c) noexcept nogil:
     """It is done, or must not be."""
-    c.place = AT_HEAD
-    pulling_landed(c, True)
+    cdef Arriving *a = pulling_of(c).payload.arriving
+    cdef u64 number = a.id
+    cdef bint is_counted = not load32(&a.refused)
+    landing_landed(c, True)
+    if is_counted:
+        tell_progress(c, number)
 
 
 cdef void job_put(Connection *c, Arriving *a) noexcept nogil:
@@ -77,8 +87,8 @@ cdef void job_put(Connection *c, Arriving *a) noexcept nogil:
     cdef Job *job = <Job *>need(sizeof(Job) + 2 * n * sizeof(iovec))
     job.head = c.head
     job.arriving = a
-    memcpy(job.ranges, c.local, n * sizeof(iovec))
-    memcpy(job.ranges + n, (<Pulling *>c.own).remote, n * sizeof(iovec))
+    memcpy(job.ranges, pulling_of(c).payload.local, n * sizeof(iovec))
+    memcpy(job.ranges + n, pulling_of(c).remote, n * sizeof(iovec))
     pthread_mutex_lock(&c.link.lock)
     if own.jobs == NULL:
         own.jobs = job
@@ -94,10 +104,11 @@ cdef bint pulling_has_work(Connection *c) noexcept nogil:
     return load32(&own_of(c).jobs_n) != 0
 
 
-cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
+cdef bint take_up(Connection *c, bint is_idle) noexcept nogil:
     """Takes up the next copy; False if there is none. While frames come, they are read first, as
     far as there is room for what they ask."""
     cdef Samehost *own = own_of(c)
+    cdef Pulling *p = pulling_of(c)
     cdef Job *job
     if load32(&own.jobs_n) < (1 if is_idle else <u32>JOBS_MAX):
         return False
@@ -111,11 +122,11 @@ cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
     if job == NULL:
         return False
     c.head = job.head
-    memcpy(c.local, job.ranges, job.head.count * sizeof(iovec))
-    memcpy((<Pulling *>c.own).remote, job.ranges + job.head.count, job.head.count * sizeof(iovec))
-    c.local_at = 0
-    c.local_n = job.head.count
-    c.payload_left = job.head.nbytes
+    memcpy(p.payload.local, job.ranges, job.head.count * sizeof(iovec))
+    memcpy(p.remote, job.ranges + job.head.count, job.head.count * sizeof(iovec))
+    p.payload.local_at = 0
+    p.payload.local_n = job.head.count
+    p.payload.left = job.head.nbytes
     begin_copy(c, job.arriving)
     free(job)
     return True
@@ -146,19 +157,20 @@ cdef void forget_jobs(Samehost *own) noexcept nogil:
 cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) noexcept nogil:
     """Copies the next ranges that lie in mapped memory, so much at most, to where they belong or
     into a slot; 0 if there are none."""
+    cdef Payload *p = &pulling_of(c).payload
     cdef Mapping *m
     cdef u64 done = 0, n, src
-    cdef u32 i = c.local_at
-    while i < c.local_n and done < most:
+    cdef u32 i = p.local_at
+    while i < p.local_n and done < most:
         src = <u64>remote[i].iov_base
-        n = min(<u64>c.local[i].iov_len, most - done)
+        n = min(<u64>p.local[i].iov_len, most - done)
         m = mapping_at(own_of(c), src)
         if m == NULL or m.kind != NULL or n > m.end - src or not mapping_has(m, src - m.start, n):
             break
         memcpy(
-            c.local[i].iov_base if slot == NULL else slot + done, m.here + (src - m.start), n)
+            p.local[i].iov_base if slot == NULL else slot + done, m.here + (src - m.start), n)
         done += n
-        if n < c.local[i].iov_len:
+        if n < p.local[i].iov_len:
             break
         i += 1
     return done
@@ -178,17 +190,18 @@ cdef ssize_t copy_foreign(Connection *c, iovec *remote, uint8_t *slot, u64 most)
     fifth (0.45 of 2.3 us for 4 KiB), so they do without for as long as ALIVE_NS.
     """
     cdef Samehost *own = own_of(c)
-    cdef uint8_t *seen = (<Pulling *>c.own).seen
+    cdef Payload *p = &pulling_of(c).payload
+    cdef uint8_t *seen = pulling_of(c).seen
     cdef iovec near[BLOCKS_MAX + 1]
     cdef iovec far[BLOCKS_MAX + 1]
     cdef u64 cut, wanted, now = now_ns()
-    cdef u32 i = c.local_at, n = within(c.local + i, c.local_n - i, most, &cut), near_n = n + 1
+    cdef u32 i = p.local_at, n = within(p.local + i, p.local_n - i, most, &cut), near_n = n + 1
     cdef ssize_t moved
-    memcpy(near + 1, c.local + i, n * sizeof(iovec))
+    memcpy(near + 1, p.local + i, n * sizeof(iovec))
     memcpy(far + 1, remote + i, n * sizeof(iovec))
     far[n].iov_len = near[n].iov_len
     if cut:
-        c.local[i + n - 1].iov_len = cut
+        p.local[i + n - 1].iov_len = cut
     wanted = nbytes_of(near + 1, n)
     if slot != NULL:
         near[1].iov_base, near[1].iov_len = slot, wanted
@@ -216,10 +229,10 @@ cdef inline u64 nbytes_of(iovec *v, u32 n) noexcept nogil:
     return total
 
 
-cdef Moved pulling_copy(Connection *c) noexcept nogil:
+cdef Moved copy(Connection *c) noexcept nogil:
     """One copy, inside a section, if that is still allowed."""
-    cdef Pulling *p = <Pulling *>c.own
-    cdef Arriving *a = p.landings.arriving
+    cdef Pulling *p = pulling_of(c)
+    cdef Arriving *a = p.payload.arriving
     cdef char reason[TEXT_MAX]
     cdef uint8_t *into = NULL
     cdef u64 most = PULL_BYTES
@@ -227,8 +240,6 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     cdef Slot *slot
     cdef ssize_t n = 0
     cdef bint good
-    if c.head.kind != PULL:
-        return staged_receive(c)
     if load32(&c.is_away):
         note_wait(c)
         return held_up(c)
@@ -247,7 +258,7 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
         if slot == NULL:
             return WAITING
         into, most = slot.base, staged_slot_bytes(c)
-    if c.payload_left >= SPREAD_BYTES:
+    if p.payload.left >= SPREAD_BYTES:
         worker_spread(c.polled.worker)
     enter(&me.section, c.link, a.opening)
     good = landing_may_land(c, reason)
@@ -272,7 +283,7 @@ cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noe
     system of its own). So the connection's lock is given up meanwhile, and if it takes long another
     thread takes the worker over: TAKEN. That one has the connection then, and finds what came of the
     copy. Inside the section of this thread, which it leaves: a fence waits for it, and for it alone."""
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     cdef bint is_patient = c.channel.is_patient, is_ours
     if load32(&own_of(c).waits) or not may_wait(c.polled.worker.all):
         leave(&me.section)
@@ -301,19 +312,20 @@ cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noe
 
 cdef void say_where(Connection *c, Runner *me, uint8_t *into, u64 most) noexcept nogil:
     """What is written: some of the ranges at most, or a slot."""
+    cdef Payload *p = &pulling_of(c).payload
     cdef u64 start = <u64>into, end = start + most
     cdef u32 i
     if into == NULL:
-        start, end = <u64>c.local[c.local_at].iov_base, 0
-        for i in range(c.local_at, c.local_n):
-            start = min(start, <u64>c.local[i].iov_base)
-            end = max(end, <u64>c.local[i].iov_base + c.local[i].iov_len)
+        start, end = <u64>p.local[p.local_at].iov_base, 0
+        for i in range(p.local_at, p.local_n):
+            start = min(start, <u64>p.local[i].iov_base)
+            end = max(end, <u64>p.local[i].iov_base + p.local[i].iov_len)
     section_within(&me.section, start, end)
 
 
 cdef void note_wait(Connection *c) noexcept nogil:
     """By the thread that has taken the worker over from one that waits for the source's memory."""
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     cdef Samehost *own = own_of(c)
     if p.is_noted:
         return
@@ -333,7 +345,7 @@ cdef Moved held_up(Connection *c) noexcept nogil:
 
 cdef void come_back(Connection *c) noexcept nogil:
     """By the thread that has waited, as the last that it does here; gives up the connection's lock."""
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     if p.is_noted:
         p.is_noted = False
         add32(&own_of(c).waits, -1)
@@ -343,7 +355,7 @@ cdef void come_back(Connection *c) noexcept nogil:
 
 cdef Moved moved_foreign(Connection *c) noexcept nogil:
     """What came of `copy_foreign`."""
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     cdef char reason[TEXT_MAX]
     cdef const char *what = b"the source memory cannot be read"
     p.has_moved = c.is_held_up = False
@@ -366,7 +378,7 @@ cdef bint by_kind(Connection *c) noexcept nogil:
     if load32(&own_of(c).has_kinds) == 0:
         return False
     enter(&c.polled.worker.section, c.link, NULL)
-    found = is_kinds(own_of(c), <u64>(<Pulling *>c.own).remote[c.local_at].iov_base)
+    found = is_kinds(own_of(c), <u64>pulling_of(c).remote[pulling_of(c).payload.local_at].iov_base)
     leave(&c.polled.worker.section)
     return found
 
@@ -374,8 +386,8 @@ cdef bint by_kind(Connection *c) noexcept nogil:
 cdef Moved copy_by_kind(Connection *c) noexcept nogil:
     """Begins one copy by the kind that has mapped the memory: at once to where it belongs, if that is
     memory of the same kind, else into a slot."""
-    cdef Pulling *p = <Pulling *>c.own
-    cdef Arriving *a = p.landings.arriving
+    cdef Pulling *p = pulling_of(c)
+    cdef Arriving *a = p.payload.arriving
     cdef char reason[TEXT_MAX]
     cdef bint good
     if may_be_gone(own_of(c)):
@@ -397,34 +409,35 @@ cdef Moved copy_by_kind(Connection *c) noexcept nogil:
     store64(&c.link.progress_ns, now_ns())
     if staged_is_gathering(c):
         return WAITING
-    if c.payload_left == 0:
+    if p.payload.left == 0:
         end_copy(c)
     return MOVED
 
 
 cdef bint move_direct(Connection *c) noexcept nogil:
     cdef Copy copies[SPANS_MAX]
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     cdef Kind *kind
     cdef u64 nbytes
     cdef u32 n = direct_copies(c, p.remote, copies, SPANS_MAX, &kind, &nbytes)
     if n == 0:
         return False
-    c.payload_left -= nbytes
-    if c.payload_left:
-        advance(p.remote, c.local_at, nbytes)
-    staged_move(c, kind, copies, n, nbytes)
+    staged_move(c, kind, copies, n, nbytes, p.payload.arriving.opening)
+    p.payload.left -= nbytes
+    if p.payload.left:
+        advance(p.remote, p.payload.local_at, nbytes)
+        p.payload.local_at = advance(p.payload.local, p.payload.local_at, nbytes)
     return True
 
 
 cdef bint gather(Connection *c, char *reason) noexcept nogil:
     cdef Span spans[SPANS_MAX]
     cdef u32 n = mapped_spans(
-        c, (<Pulling *>c.own).remote, spans, SPANS_MAX, staged_slot_bytes(c))
+        c, pulling_of(c).remote, spans, SPANS_MAX, staged_slot_bytes(c))
     if n == 0:
         snprintf(reason, TEXT_MAX, b"the source memory is mapped no more")
         return False
-    staged_gather(c, spans, n)
+    staged_gather(c, spans, n, pulling_of(c).payload.arriving.opening)
     return True
 
 
@@ -437,36 +450,38 @@ cdef Moved gathered(Connection *c) noexcept nogil:
     if slot.fault:
         snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(slot.fault))
         landing_refuse(c, reason)
-    if load32(&(<Pulling *>c.own).landings.arriving.refused):
+    if load32(&pulling_of(c).payload.arriving.refused):
         end_copy(c)
         return MOVED
     return copied(c, slot.nbytes, True)
 
 
-cdef void pulling_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
-    if load32(&own_of(c).has_kinds) and fault == 0 and not source_lives(c):
-        # As behind a copy by the processor: it may have used the memory for something else already.
-        link_die(c.link, ENDED, 0, b" in the middle of a transfer")
-        return
-    landing_part(c, of, nbytes, fault)
+cdef void pulling_settle(Connection *c) noexcept nogil:
+    cdef Part part
+    while staged_done(c, &part):
+        if load32(&own_of(c).has_kinds) and part.fault == 0 and not source_lives(c):
+            # As behind a copy by the processor: it may have used the memory for something else already.
+            link_die(c.link, ENDED, 0, b" in the middle of a transfer")
+        else:
+            landing_part(c, &part)
 
 
 cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
     """So much more has landed, or is in a slot."""
+    cdef Pulling *p = pulling_of(c)
     store64(&c.link.progress_ns, now_ns())
-    c.payload_left -= n
-    if c.payload_left:
-        advance((<Pulling *>c.own).remote, c.local_at, n)
+    p.payload.left -= n
+    if p.payload.left:
+        advance(p.remote, p.payload.local_at, n)
     if is_staged:
-        if not staged_push(c, n):
+        if not landing_push(c, n):
             end_copy(c)
             return MOVED
     else:
-        count(&c.flow.received_nbytes, n)
         landing_moved(c, n)
-        if c.payload_left:
-            c.local_at = advance(c.local, c.local_at, n)
-    if c.payload_left:
+        if p.payload.left:
+            p.payload.local_at = advance(p.payload.local, p.payload.local_at, n)
+    if p.payload.left:
         return MOVED
     if not source_lives(c):
         # It may have used the memory for something else already: this must not count.
@@ -480,25 +495,16 @@ cdef bint can_be_read(Connection *c) noexcept nogil:
     """Whether it was not the source's memory that could not be accessed."""
     cdef char byte
     cdef iovec local
-    cdef iovec remote = (<Pulling *>c.own).remote[c.local_at]
+    cdef iovec remote = pulling_of(c).remote[pulling_of(c).payload.local_at]
     local.iov_base = &byte
     local.iov_len = remote.iov_len = 1
     return process_vm_readv(own_of(c).pid, &local, 1, &remote, 1, 0) == 1
 
 
-cdef void pulling_landed(Connection *c, bint is_good) noexcept nogil:
-    cdef Arriving *a = (<Pulling *>c.own).landings.arriving
-    cdef u64 number = a.id
-    cdef bint is_counted = c.head.kind == PULL and not load32(&a.refused)
-    landing_landed(c, is_good)
-    if is_counted:
-        tell_progress(c, number)
-
-
 cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
     """Tells the source now and then how far the copying is, so that it sends more frames. What is
     not told when the connection turns to another transfer is less than a source is ahead."""
-    cdef Pulling *p = <Pulling *>c.own
+    cdef Pulling *p = pulling_of(c)
     cdef Header h
     if p.told_of != number:
         p.told_of = number
@@ -511,3 +517,38 @@ cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
         h.nbytes = p.told_nbytes
         queue_frame(c, &h, NULL, 0)
         p.told_nbytes = p.told_n = 0
+
+
+# -- the protocol
+
+cdef Moved read(Connection *c, bint answers_only) noexcept nogil:
+    """Reads on with a frame, and begins what it asks for."""
+    cdef Arriving *a
+    cdef bint is_whole
+    cdef Moved state = frame_read(c, answers_only, &is_whole)
+    if not is_whole:
+        return state
+    if c.head.kind == PULL:
+        a = receiving_some(c)
+        if a == NULL:
+            return LOST
+        pull(c, a)
+    elif not receiving_frame(c):
+        return LOST
+    return state if pulling_of(c).payload.stand == AT_HEAD else MOVED
+
+
+cdef Moved pulling_receive(Connection *c, bint answers_only) noexcept nogil:
+    cdef Payload *p = &pulling_of(c).payload
+    cdef Moved state
+    if answers_only:
+        return read(c, True) if p.stand == AT_HEAD else NOT_MINE
+    if p.stand == AT_COPY and c.head.kind == PULL:
+        return copy(c)
+    if p.stand == AT_HEAD and not c.has_head and take_up(c, False):
+        return MOVED
+    state = landing_receive(c) if p.stand != AT_HEAD else read(c, False)
+    # Also behind the payload of a frame that came after that of a copy: nobody else would take it up.
+    if state == WAITING and p.stand == AT_HEAD and not c.has_head and take_up(c, True):
+        return MOVED
+    return state

@@ -4,8 +4,8 @@
 from libc.stdint cimport uint8_t
 from te.core.inbound cimport Arriving
 from te.core.kinds cimport Kind
-from te.core.landing cimport Landings
 from te.core.maps cimport Map
+from te.core.payload cimport Payload
 from te.core.posix cimport iovec, pid_t
 from te.core.sending cimport Streams
 from te.core.sync cimport u32, u64
@@ -60,7 +60,7 @@ cdef struct Samehost:
 
 # `Connection.own`.
 cdef struct Pulling:
-    Landings landings  # first
+    Payload payload  # first
     u64 told_of, told_nbytes  # copied and not yet told, of which transfer, in how many frames
     u32 told_n
     uint8_t seen[NONCE_BYTES]  # what was read of the nonce

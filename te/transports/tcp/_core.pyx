@@ -6,10 +6,12 @@ from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
-from te.core.landing cimport Landings, LandingProtocol, landing_protocol
 from te.core.link cimport Ops
+from te.core.frames cimport Protocol
+from te.core.payload cimport Payload
+from te.core.receiving cimport receiving_protocol
 from te.core.sending cimport Streams, sending_ops
-from te.core.wire cimport OVER_TCP, SEGMENT
+from te.core.wire cimport OVER_TCP
 from te.transports.tcp.encryption cimport SECRET_BYTES, encrypted_new, plain_new
 from libc.stdint cimport uint8_t
 
@@ -17,7 +19,7 @@ import os
 
 cdef Ops OPS = sending_ops()
 OPS.name = b"tcp"
-cdef LandingProtocol PROTOCOL = landing_protocol(OVER_TCP, SEGMENT)
+cdef Protocol PROTOCOL = receiving_protocol(OVER_TCP)
 
 
 cdef class TcpLink(LinkHandle):
@@ -36,4 +38,4 @@ cdef class TcpLink(LinkHandle):
             channel = encrypted_new(fd, &out[0], &into[0], 0, &errnum)
             if channel == NULL:
                 raise OSError(errnum, f"cannot encrypt the connection: {os.strerror(errnum)}")
-        return self.add(&PROTOCOL.frames, channel, sizeof(Landings))
+        return self.add(&PROTOCOL, channel, sizeof(Payload))
