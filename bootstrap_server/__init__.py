@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from bootstrap_server.admission.access import StatusPage
+from typing import TYPE_CHECKING, Any
+
 from bootstrap_server.client.bootstrap_client import BootstrapClient
 from bootstrap_server.client.http import HttpClient, split_address
 from bootstrap_server.client.lease import RankLease
@@ -50,7 +51,10 @@ from bootstrap_server.ranks.records import (
     instance_name_of,
 )
 from bootstrap_server.ranks.sglang_http import SGLangParallel
-from bootstrap_server.server import BootstrapServer
+
+if TYPE_CHECKING:
+    from bootstrap_server.admission.access import StatusPage
+    from bootstrap_server.server import BootstrapServer
 
 __all__ = [
     "BootstrapClient",
@@ -97,10 +101,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    """``__version__``, which is looked up when somebody asks."""
+def __getattr__(name: str) -> Any:
+    """``__version__``, which is looked up when somebody asks; and what imports aiohttp, which takes
+    as long as all else here: processes that use the secret or the clock alone do without."""
     if name == "__version__":
         from bootstrap_server.build import version
 
         return version()
+    if name == "BootstrapServer":
+        from bootstrap_server.server import BootstrapServer
+
+        return BootstrapServer
+    if name == "StatusPage":
+        from bootstrap_server.admission.access import StatusPage
+
+        return StatusPage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 from bootstrap_server.decoding import excerpt
 
 __all__ = ["Pace", "Refusals", "http_logger"]
@@ -85,5 +83,8 @@ class _Tracebacks:
         self._pace = Pace(clock=clock)
 
     def may_be_logged(self, record: logging.LogRecord) -> bool:
+        # Here, as aiohttp is there when it logs: who needs a `Pace` alone shall not import it.
+        from aiohttp.http_exceptions import HttpProcessingError
+
         error = record.exc_info[1] if record.exc_info else None
         return not isinstance(error, HttpProcessingError) and self._pace.left_out() is not None
