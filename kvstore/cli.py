@@ -7,12 +7,10 @@ import argparse
 import contextlib
 import json
 import logging
-import resource
-import signal
+import math
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +19,12 @@ import msgspec
 import te
 from kvstore.client.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.config import Config
+from kvstore.host.place import Place
+from kvstore.membership.directory import Directory
 from kvstore.memory.policies import POLICIES
 from kvstore.metrics.http import MetricsServer
 from kvstore.networking import config_of
+from kvstore.serving import allow_open_files, serve, serve_beside
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
@@ -200,26 +201,26 @@ def _serve(options: argparse.Namespace) -> int:
         "ports": options.ports,
     }
     config = config_of({name: value for name, value in given.items() if value is not None})
-    _allow_open_files()
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(Store(config))
-        if options.metrics is not None:
-            server = stack.enter_context(MetricsServer(store.status, *options.metrics))
-            print(f"kvstore: metrics at {server.url}", flush=True)  # noqa: T201
-        place = "at the index" if config.index else f"in {config.directory}"
-        print(f"kvstore: lends {config.memory} bytes, {place}", flush=True)  # noqa: T201
-        ended.wait()
+    allow_open_files()
+
+    @contextlib.contextmanager
+    def told(store: Store) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if options.metrics is not None:
+                server = stack.enter_context(MetricsServer(store.status, *options.metrics))
+                print(f"kvstore: metrics at {server.url}", flush=True)  # noqa: T201
+            place = "at the index" if config.index else f"in {config.directory}"
+            print(f"kvstore: lends {config.memory} bytes, {place}", flush=True)  # noqa: T201
+            yield
+
+    with contextlib.closing(Directory(config.directory)):
+        place = Place(config.directory)
+        lock = place.lock()
+        if lock is None:
+            serve_beside(config, told)
+        else:
+            serve(config, place, lock, math.inf, told)
     return 0
-
-
-def _allow_open_files() -> None:
-    """As many as the host lets this process have: each other process of the store takes some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from kvstore.values import parse_bytes, typed
 __all__ = ["Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
+OWNERS: Final = ("rank", "host")
 SIZES: Final = ("memory", "chunk_bytes", "disk_size", "objects_size")
 """Settings that may be texts such as "16GiB"."""
 NO_KEYS: Final = Keys()
@@ -68,6 +69,13 @@ class Config:
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
     directory: Path = field(default_factory=_own_directory)
+    #: Whose the memory is: "rank", this process's own, which goes with it; or "host": that of one
+    #: process for all of this user's on this host, which the first one starts that needs it, and
+    #: which stays when they end. Then ``memory``, ``file``, ``disk``, ``objects`` and their like
+    #: are that process's, once for the host, and those of the one that has started it count.
+    owner: str = "rank"
+    #: How long that process stays when nobody uses it any more.
+    linger_s: float = 600.0
     #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,
     #: such as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it, in the directory.
     index: str = ""
@@ -116,6 +124,10 @@ class Config:
                 "index needs a secret, so that nobody else reads or writes the store: give all of"
                 " its processes the same secret file (`sglang-mooncake secret` makes one)"
             )
+        if self.owner not in OWNERS:
+            raise ValueError(f"owner={self.owner!r} is none of {', '.join(OWNERS)}")
+        if not self.linger_s >= 0:
+            raise ValueError(f"linger_s={self.linger_s} must be a number of seconds, 0 or more")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is none of {', '.join(POLICIES)}")
         if not 0 <= self.free_low <= self.free_high <= 0.5:
@@ -150,6 +162,13 @@ class Config:
     def has_tier(self) -> bool:
         """Whether there is something below the memory."""
         return self.disk is not None or bool(self.objects)
+
+    @property
+    def lending_nothing(self) -> Self:
+        """The same for a process that owns no memory, and uses that of others alone."""
+        return dataclasses.replace(
+            self, memory=0, file=None, disk=None, disk_size=0, objects="", objects_size=0
+        )
 
     @property
     def chunk_bytes_used(self) -> int:

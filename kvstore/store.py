@@ -31,6 +31,10 @@ from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
 from kvstore.client.status import QUESTION, StoreStatus
 from kvstore.config import Config
+from kvstore.host.lease import Lease
+from kvstore.host.place import Place
+from kvstore.membership.directory import Directory
+from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import BELOW, OWNERS_MAX, Found, Keys, form_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put
@@ -56,11 +60,17 @@ class Store:
     Use it as a context manager, or call ``close``.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
-        """Starts the engine, lends memory if ``Config.memory`` says so, and looks for others.
+    def __init__(self, config: Config | None = None, memory: MemoryFile | None = None) -> None:
+        """Starts the engine, lends memory if ``Config.memory`` says so, or has the host's owner
+        lend it (``Config.owner``), and looks for others.
 
-        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, or an
-        index that cannot be used; ``OSError`` if there is not enough memory.
+        Args:
+            config: without it, that of a process that lends nothing.
+            memory: to be lent; without it, new one. ``Config.memory`` must fit.
+
+        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, an index
+        that cannot be used, or a host's owner that is another one than the settings want;
+        ``OSError`` if there is not enough memory.
         """
         self._config = Config() if config is None else config
         self._gets: Counter[str] = Counter()
@@ -68,6 +78,7 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
+            self._lease = lease = self._join_owner(undo)
             members, host = meet(self._config)
             undo.callback(members.close)
             engine = replace(self._config.engine, keys=members.data_keys, host=host)
@@ -77,8 +88,12 @@ class Store:
             copier = Copier()
             undo.callback(copier.close)
             self.judging: Final = Judging()
-            self._owners = Owners(self._engine, self._config, members, self.judging)
+            self._owners = Owners(self._engine, self._config, members, self.judging, memory)
             undo.callback(self._owners.close)
+            if lease is not None:
+                lease.on_join = self._owners.look_soon
+                if lease.is_joined:
+                    self._owners.wait_usable(self._config.request_timeout_s)
             #: For ``Load``.
             self.gets: Final = Gets(
                 self._owners,
@@ -91,6 +106,17 @@ class Store:
             self._putting = Puts(self._owners, self._memory, self._config.copies)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
+
+    def _join_owner(self, undo: contextlib.ExitStack) -> Lease | None:
+        """The use of the host's owner, if that one lends instead of this process."""
+        if self._config.owner != "host" or not self._config.memory:
+            return None
+        directory = Directory(self._config.directory)
+        undo.callback(directory.close)
+        lease = Lease(self._config, Place(self._config.directory))
+        undo.callback(lease.close)
+        self._config = self._config.lending_nothing
+        return lease
 
     def __enter__(self) -> Self:
         return self

@@ -321,6 +321,10 @@ class Far:
         """All that are known. From any thread."""
         return list(self._by_number.values())
 
+    def look_soon(self) -> None:
+        """Looks for new owners now. From any thread."""
+        self.loop.call(self._look)
+
     def close(self) -> None:
         """Ends all connections and questions."""
         self.loop.stop()

@@ -23,6 +23,7 @@ from kvstore.client.load_times import Judging
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
+from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
 from kvstore.owner.answering import Answerer
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
@@ -83,10 +84,15 @@ class Owners:
     """All methods are thread-safe."""
 
     def __init__(
-        self, engine: te.Engine, config: Config, members: Membership, judging: Judging
+        self,
+        engine: te.Engine,
+        config: Config,
+        members: Membership,
+        judging: Judging,
+        memory: MemoryFile | None = None,
     ) -> None:
         """Lends memory if ``Config.memory`` says so, and looks for others among the members.
-        ``OSError`` if there is not enough memory."""
+        ``memory``: see ``Owner``. ``OSError`` if there is not enough memory."""
         self._engine = engine
         self._judging = judging
         self._config = config
@@ -96,6 +102,7 @@ class Owners:
         self._lock = threading.Lock()
         #: Other owners that answer.
         self._heard: set[int] = set()
+        self._any_usable = threading.Event()
         self._connections = Connections(self._connect, self._rank)
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
@@ -104,7 +111,7 @@ class Owners:
             sockets = Sockets(members.control_keys, _ports(config.engine))
             undo.callback(sockets.close)
             if config.memory:
-                self.own = Owner(engine, config)
+                self.own = Owner(engine, config, memory)
                 undo.callback(self.own.close)
                 self.own.listeners.append(self._apply_own)
                 self._apply_own()  # What its file has.
@@ -256,6 +263,14 @@ class Owners:
         found: list[int] = np.flatnonzero(np.frombuffer(self.ranks, np.uint8)).tolist()
         return found
 
+    def look_soon(self) -> None:
+        """A new one is there: has it looked for now."""
+        self._far.look_soon()
+
+    def wait_usable(self, timeout_s: float) -> bool:
+        """Waits until one can be used for the first time; whether it can."""
+        return self._any_usable.wait(timeout_s)
+
     def handle(self, number: int) -> Handle | None:
         """An owner to store at; None if it cannot be reached."""
         source = self.source(number)
@@ -307,6 +322,8 @@ class Owners:
                 rank = OWN_RANK if number == OWN else FAR_RANK * (number in self._heard)
             changed = self._ranks[number] != rank
             self._ranks[number] = rank
+        if rank:
+            self._any_usable.set()
         return changed
 
     def _apply_own(self) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import te
 from kvstore.config import Config
 from kvstore.memory.host_memory import check_room
+from kvstore.memory.memory_file import MemoryFile
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.populating import Populating
 from kvstore.memory.slab import UNIT_BYTES, Slab
@@ -146,11 +147,15 @@ class Owner:
     """Lends memory. All methods are thread-safe; those that wait say so."""
 
     def __init__(
-        self, engine: te.Engine, config: Config, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: te.Engine,
+        config: Config,
+        memory: MemoryFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates the memory and registers it: peers may read all of it, and write under tags.
-        What a former owner has left behind in ``Config.file`` is there again. Raises what
-        ``check_room`` and ``SlabFile`` raise."""
+        What a former owner has left behind in ``Config.file``, or in the memory that is given, is
+        there again. Raises what ``check_room`` and ``SlabFile`` raise."""
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -163,13 +168,19 @@ class Owner:
         self.listeners: Final[list[Callable[[], None]]] = []
         with contextlib.ExitStack() as undo:
             self._buffer: Any = None
-            if config.file is None:
-                check_room("memory", config.memory)
-                self._buffer = te.allocate(slab.nbytes)
-            else:
+            #: The descriptor of the memory, for processes of this host that read there; None if
+            #: they could make it shorter.
+            self.shared: int | None = None
+            if config.file is not None:
                 self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
                 undo.callback(self._file.close)
                 self._buffer = self._file.buffer
+            elif memory is not None:
+                self._buffer, self.shared = memory.buffer, memory.readable_fd
+            else:
+                check_room("memory", config.memory)
+                allocated = te.allocate(slab.nbytes)
+                self._buffer, self.shared = allocated, allocated.fd
             self._bytes = memoryview(self._buffer)
             start = np.frombuffer(self._buffer, np.uint8).ctypes.data
             self._slots_address = start + slab.slots_offset
@@ -186,6 +197,11 @@ class Owner:
             if self._file is not None:
                 kept, dropped = self._shelf.adopt(self._checksum)
                 logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
+            elif memory is not None and memory.is_adopted:
+                # The machine has run all the time: headers are true of what is behind them.
+                sums = headers["checksum"]
+                kept, dropped = self._shelf.adopt(lambda slot, _: int(sums[slot]))
+                logger.info("the last owner's memory has %d objects; %d dropped", kept, dropped)
             #: Where it is told at once what was removed from the tier.
             self._tombstones: Tombstones | Burials | None = None
             #: How often that is to be told still, and who tells it to object storage.
@@ -418,12 +434,6 @@ class Owner:
             waiting, self._unfenced = self._unfenced, []
         for held in waiting:
             self._end(held)
-
-    @property
-    def shared(self) -> int | None:
-        """The descriptor of the memory, for processes of this host that read there; None if they
-        could make it shorter."""
-        return self._buffer.fd if isinstance(self._buffer, te.Buffer) else None
 
     # -- what others are told
 

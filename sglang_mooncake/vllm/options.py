@@ -49,6 +49,4 @@ class Options:
     @property
     def asking(self) -> Config:
         """For the scheduler's process, which looks up alone: it lends nothing."""
-        return replace(
-            self.store, memory=0, file=None, disk=None, disk_size=0, objects="", objects_size=0
-        )
+        return self.store.lending_nothing

@@ -30,6 +30,7 @@ from lmcache_makers import (
     store,
     told,
 )
+from store_host import end_all, pids
 from store_makers import until
 
 import te
@@ -102,6 +103,32 @@ def test_another_server_loads_what_one_has_stored(
         assert all(torch.equal(a.raw_data, b.raw_data) for a, b in zip(mine, back, strict=True))
     finally:
         other.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_started_again_loads_what_it_has_stored(directory: Path) -> None:
+    """Its memory is that of the host's owner, which stays."""
+    mine: list[Any] = []
+    try:
+        for _ in range(2):
+            level1 = Level1()
+            one = StoreL2Adapter(config(directory, owner="host"), l1_memory_desc=level1.desc)
+            try:
+                if not mine:
+                    mine = level1.objects(N, seed=1)
+                    assert store(one, KEYS, mine).is_successful()
+                    continue
+                until(lambda one=one: look_up(one, KEYS, {0: layout()}) == ALL, "what it knows")
+                back = level1.objects(N)
+                assert load(one, KEYS, back) == ALL
+                assert all(
+                    torch.equal(a.raw_data, b.raw_data) for a, b in zip(mine, back, strict=True)
+                )
+            finally:
+                one.close()
+        assert len(pids(directory)) == 1
+    finally:
+        end_all(directory)
 
 
 def test_objects_of_several_layouts_in_one_task(adapter: StoreL2Adapter, level1: Level1) -> None:

@@ -77,7 +77,9 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
     plain = ServerOptions(model, page_size=16)
     memory = f"{options.requests * options.prompt * size.kv_bytes_per_token // 700_000 + 64}MiB"
     with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(run_dir) as fleet:
-        stored = with_store(ServerOptions(model), Path(directory), memory)
+        # One process for the host owns the memory: a server that is started again finds it.
+        host = {"owner": "host", "linger_s": 1}
+        stored = with_store(ServerOptions(model), Path(directory), memory, **host)
         alone = _ready(fleet, plain, "alone")
         expected = _ask(alone, requests, "requests to a server without a store")
         alone.stop()
@@ -88,12 +90,16 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
         second = _ready(fleet, stored, "second")
         other = _ask(second, requests, "the same to the second server")
         own = _ask(second, requests, "the same, which it has on its device now")
+        first.stop()
+        first = _ready(fleet, stored, "first, started again")
+        restarted = _ask(first, requests, "the same to the first server, which was started again")
     return [
         _way("computed, without a store", expected, expected, requests),
         _way("computed, and stored", expected, cold, requests),
         _way("from the store, same server", expected, again, requests),
         _way("from the store, other server", expected, other, requests),
         _way("on the device already", expected, own, requests),
+        _way("from the store, started again", expected, restarted, requests),
     ]
 
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the owner of a host lives, whose memory it takes over, and when a process that cannot
+reach one tries again. Pure: time is passed in."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+__all__ = ["ADOPTION_S", "FIRST_USE_S", "Adoption", "Attempts", "Presence"]
+
+ADOPTION_S: Final = 2.0
+"""So long a new owner waits for somebody who holds the memory of the last one. Those who do notice
+its end at once, and come within milliseconds of the new one's start; longer is waited only for
+those who have ended, too."""
+
+FIRST_USE_S: Final = 60.0
+"""So long an owner waits at least for the one that has started it."""
+
+RUSH_S: Final = 2.0
+"""So long after an owner's end it is looked for all the time."""
+RUSH_PAUSE_S: Final = 0.02
+PAUSE_S: Final = 1.0
+PAUSE_S_MAX: Final = 60.0
+
+
+class Presence:
+    """Who uses an owner, and when it ends."""
+
+    def __init__(self, linger_s: float, now_s: float) -> None:
+        """``linger_s``: so long it stays when nobody uses it; ``math.inf``: for ever."""
+        self._linger_s = linger_s
+        self._users: set[int] = set()
+        self._is_used = False
+        self._alone_since_s = now_s
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def came(self, user: int) -> None:
+        """Somebody uses it."""
+        self._users.add(user)
+        self._is_used = True
+
+    def went(self, user: int, now_s: float) -> None:
+        """Somebody does not use it any more; nothing if he never did."""
+        if user in self._users:
+            self._users.remove(user)
+            if not self._users:
+                self._alone_since_s = now_s
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds until it ends if nobody comes; 0.0: it ends now."""
+        if self._users:
+            return math.inf
+        linger_s = self._linger_s if self._is_used else max(self._linger_s, FIRST_USE_S)
+        return max(self._alone_since_s + linger_s - now_s, 0.0)
+
+
+class Adoption:
+    """Which memory a new owner takes: that of the last one, if somebody brings it in time."""
+
+    def __init__(self, last: str, now_s: float) -> None:
+        """``last``: the name of the memory that was there; empty if there was none, or the last
+        owner has ended by itself."""
+        self._last = last
+        self._until_s = now_s + ADOPTION_S if last else now_s
+
+    def wants(self, memory: str) -> bool:
+        """Whether somebody brings what is waited for, by its name."""
+        return bool(memory) and memory == self._last
+
+    def took(self) -> None:
+        """It is there."""
+        self._last, self._until_s = "", -math.inf
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds to wait; 0.0: no longer."""
+        return max(self._until_s - now_s, 0.0)
+
+
+class Attempts:
+    """When a process that lost the owner, or never reached it, tries again: all the time at first,
+    then each second, then less and less often."""
+
+    def __init__(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._pause_s = PAUSE_S
+
+    def refused(self) -> None:
+        """An owner is there, and wants nothing of this process: that does not change soon."""
+        self._since_s = -math.inf
+
+    def pause_s(self, now_s: float) -> float:
+        """To wait before the next attempt; this one has failed."""
+        if now_s - self._since_s < RUSH_S:
+            return RUSH_PAUSE_S
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        return pause_s

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the owner of a host is found: a lock that it holds as long as it lives, and a socket, both
+in the directory of the store. Whoever has the lock is the owner, or starts it and gives it the
+lock: so there is never more than one. The kernel gives the lock back, however the process ends.
+
+The lock's file has the name of the memory, from when objects may be in it until the owner has ended
+by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Lock", "Place", "check_user"]
+
+_CREDENTIALS: Final = struct.Struct("=iII")
+"""struct ucred: process, user, group."""
+_NAME: Final = re.compile(rb"[0-9a-f]{32}")
+
+
+def check_user(line: socket.socket) -> None:
+    """``ValueError`` if the process at the other end of a Unix socket is another user's. The mode
+    of the directory says so already; this holds if somebody changes it."""
+    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        raise ValueError(f"a process of the user {user} is at the other end")
+
+
+class Lock:
+    """The right to be the owner. It ends with the last process that has its descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        """``fd``: of the lock's file, locked."""
+        self.fd: Final = fd
+
+    def memory(self) -> str:
+        """The name of the memory that an owner had, which did not end by itself; empty if there is
+        none."""
+        raw = os.pread(self.fd, 64, 0)
+        return raw.decode() if _NAME.fullmatch(raw) else ""
+
+    def note(self, memory: str) -> None:
+        """This memory may have objects from now on; empty: none has."""
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, memory.encode(), 0)
+
+    def close(self) -> None:
+        """This process does not need it any more."""
+        os.close(self.fd)
+
+
+class Place:
+    """In a directory that this user alone may enter (``Directory``)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory: Final = directory
+        self.socket: Final = directory / "owner"
+        self.log: Final = directory / "owner.log"
+        self._lock: Final = directory / "owner.lock"
+
+    def lock(self) -> Lock | None:
+        """None if another process has it. ``OSError`` if its file cannot be opened."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._lock, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        return Lock(fd)
+
+    def clear(self) -> None:
+        """Removes the socket of a former owner; for the one that has the lock."""
+        with contextlib.suppress(FileNotFoundError):
+            self.socket.unlink()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that owns the memory of a host's store, and does nothing else: one that an operator has
+started (``kvstore serve``), or one that a server has, when it needed one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from logging.handlers import RotatingFileHandler
+from typing import Any, Final
+
+import te
+from kvstore.config import Config
+from kvstore.host import agreement
+from kvstore.host.hosting import Brought, Hosting
+from kvstore.host.place import Lock, Place
+from kvstore.host.starting import STARTED
+from kvstore.membership.directory import Directory
+from kvstore.memory.host_memory import check_room
+from kvstore.memory.memory_file import MemoryFile
+from kvstore.memory.slab import Slab
+from kvstore.store import Store
+
+__all__ = ["allow_open_files", "main_of_started", "serve", "serve_beside"]
+
+logger = logging.getLogger(__name__)
+
+LOG_BYTES_MAX: Final = 1 << 20
+"""Of each of two files."""
+LABEL: Final = "store of this host"
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
+"""The number of set_mempolicy(2), for which the C library has no function."""
+_MPOL_DEFAULT: Final = 0
+
+
+def serve(
+    config: Config,
+    place: Place,
+    lock: Lock,
+    linger_s: float,
+    started: Callable[[Store], AbstractContextManager[None]],
+) -> None:
+    """Owns the store's memory until SIGTERM or SIGINT, or until nobody has used it for
+    ``linger_s``.
+
+    Args:
+        config: with ``Config.memory``.
+        lock: it is the owner as long as it has that.
+        started: is entered when others can use the memory, and left before they cannot any more.
+
+    Raises what ``Store`` raises.
+    """
+    hosting = Hosting(place, lock, agreement.pool(config), linger_s)
+    is_left = True  # If this fails in between, somebody may hold what was there before.
+    try:
+        with _ended_by_signals(hosting.end):
+            brought = hosting.adopt()
+            is_started = not math.isinf(linger_s)  # By a server.
+            if brought is not None:
+                config = agreement.wished(config, brought.was)
+            with contextlib.ExitStack() as stack:
+                memory = None
+                if config.file is None and is_started:
+                    memory = _memory(config, brought)
+                    stack.callback(memory.close)
+                store = stack.enter_context(Store(replace(config, owner="rank"), memory))
+                hosting.ready(agreement.wishes(replace(config, linger_s=linger_s)), memory)
+                with started(store):
+                    hosting.run()
+                is_left = hosting.users > 0
+                hosting.close(is_left=is_left)
+    except BaseException:
+        hosting.close(is_left=is_left)
+        raise
+
+
+def serve_beside(config: Config, started: Callable[[Store], AbstractContextManager[None]]) -> None:
+    """Lends memory until SIGTERM or SIGINT, while another process is the owner of this host. See
+    ``serve``."""
+    logger.warning(
+        "another process owns the store of this host already, and this one lends memory beside it"
+    )
+    ended = threading.Event()
+    own = replace(config, owner="rank")
+    with _ended_by_signals(ended.set), Store(own) as store, started(store):
+        ended.wait()
+
+
+def _memory(config: Config, brought: Brought | None) -> MemoryFile:
+    """That of the last owner, or new one."""
+    nbytes = Slab(config.memory, config.chunk_bytes_used).nbytes
+    if brought is not None:
+        try:
+            return MemoryFile.adopt(brought.fd, nbytes, brought.name)
+        except (ValueError, OSError) as exc:
+            logger.warning("the memory of the last owner cannot be used: %s", exc)
+        finally:
+            os.close(brought.fd)
+    check_room("memory", config.memory)
+    return MemoryFile.make(nbytes)
+
+
+@contextmanager
+def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
+    former = {
+        number: signal.signal(number, lambda *_: end())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def allow_open_files() -> None:
+    """As many as the host lets this process have: each other process of the store takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# -- one that a server has started
+
+
+def main_of_started(lock_fd: int) -> int:
+    """Of a process of ``Starting``. Returns its exit status."""
+    _become_new()
+    config = agreement.of_bytes(sys.stdin.buffer.read())
+    label = replace(config.engine, label=LABEL)
+    try:
+        directory = Directory(config.directory)  # Which cleaners leave alone as long as it is here.
+        place = Place(config.directory)
+        _log_to(place)
+        logger.info("owns the memory of the store in %s", config.directory)
+        serve(replace(config, engine=label), place, Lock(lock_fd), config.linger_s, _report)
+    except (te.Error, ValueError, OSError) as exc:
+        logger.error("ends: %s", exc)
+        with contextlib.suppress(OSError):
+            os.write(1, str(exc).encode())
+        return 1
+    except Exception as exc:
+        logger.exception("a bug in the store: its owner ends")
+        with contextlib.suppress(OSError):
+            os.write(1, f"a bug in the store: {exc!r}".encode())
+        return 1
+    logger.info("ends")
+    directory.close()
+    return 0
+
+
+def _become_new() -> None:
+    """What a new process has from the one that has started it, and does not need."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # A server may be bound to the cores of one GPU,
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    call = _SET_MEMPOLICY.get(os.uname().machine)
+    if call is not None:  # and to the memory beside them.
+        ctypes.CDLL(None).syscall(call, _MPOL_DEFAULT, None, 0)
+    os.umask(0o077)
+    allow_open_files()
+
+
+def _log_to(place: Place) -> None:
+    handler = RotatingFileHandler(place.log, maxBytes=LOG_BYTES_MAX, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    threading.excepthook = _log_exception
+
+
+def _log_exception(failed: Any) -> None:
+    information = (failed.exc_type, failed.exc_value, failed.exc_traceback)
+    logger.error("a thread has ended by an exception", exc_info=information)
+
+
+@contextmanager
+def _report(_: Store) -> Iterator[None]:
+    """It has started: nobody reads what it prints from now on."""
+    with contextlib.suppress(OSError):  # The one that has started it may have ended.
+        os.write(1, STARTED)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    yield

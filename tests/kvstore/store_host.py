@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner of a host as tests find it, and processes that use one.
+
+python store_host.py DIRECTORY MEMORY COUNT NBYTES
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from store_makers import TIMEOUT_S, config, until
+from store_objects import MIB, filled
+
+from kvstore.config import Config
+from kvstore.store import Store
+
+LINGER_S = 600.0
+
+
+def shared(directory: Path, memory: int = 16 * MIB, **more: Any) -> Config:
+    """Of a process that uses the host's owner."""
+    return config(directory, memory, owner="host", **more)
+
+
+def pid_of(store: Store) -> int:
+    """The owner that a store uses."""
+    lease = store._lease
+    assert lease is not None
+    return lease.pid
+
+
+def pids(directory: Path) -> list[int]:
+    """Owners that servers have started in a directory, which live."""
+    found = []
+    for one in Path("/proc").iterdir():
+        if one.name.isdecimal():
+            try:
+                words = (one / "cmdline").read_bytes().split(b"\0")
+                # What forks an owner is one for a moment, too, and leads its session.
+                leads = os.getsid(int(one.name)) == int(one.name)
+            except OSError:
+                continue
+            is_owner = b"-c" in words and os.fsencode(directory) in words and not leads
+            if is_owner and is_alive(int(one.name)):
+                found.append(int(one.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, and is not one that has ended and waits for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def kill(pid: int) -> None:
+    """Returns when it has ended, with all of its threads."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(pid), "it has ended")
+
+
+def end_all(directory: Path) -> None:
+    """Behind a test. None may come back: nobody uses them any more."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while found := pids(directory):
+        assert time.monotonic() < deadline_s
+        for one in found:
+            kill(one)
+
+
+class User:
+    """A process that uses the host's owner, from outside."""
+
+    def __init__(self, directory: Path, memory: int = 16 * MIB) -> None:
+        """Returns when it has joined."""
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(directory), str(memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self.process.stdout is not None
+        words = self.process.stdout.readline().split()
+        assert words[:1] == ["joined"], words
+        self.owner = int(words[1])
+
+    def kill(self) -> None:
+        """With its whole process group, as who ends a server does."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def main() -> None:
+    with Store(shared(Path(sys.argv[1]), int(sys.argv[2]))) as store:
+        filled(store)
+        print("joined", pid_of(store), flush=True)  # noqa: T201
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

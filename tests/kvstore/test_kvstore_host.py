@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process owns the memory of a host: it is started by the first who needs it, stays when that
+one ends, and another one takes its memory over when it dies."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from store_host import User, end_all, is_alive, kill, pid_of, pids, shared
+from store_makers import SIG, TIMEOUT_S, config, contents, keys, until
+from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
+
+from kvstore.host import agreement, lease, starting
+from kvstore.host.hosting import Brought, Hosting
+from kvstore.host.lease import Lease, Refusal
+from kvstore.host.messages import BYTES_MAX, Join, Joined, Message, Refused, decode, encode
+from kvstore.host.place import Place
+from kvstore.memory.memory_file import MemoryFile
+from kvstore.objects.outcomes import Got, Put
+from kvstore.protocol.messages import VERSION
+from kvstore.store import Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+    yield
+    end_all(directory)
+
+
+def has_all(store: Store) -> bool:
+    """Whether all objects come, and are right."""
+    back = filled(store, seed=9)
+    return store.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N and bool(
+        (back.bytes == contents(N, NBYTES)).all()
+    )
+
+
+# -- started, used, ended
+
+
+def test_a_server_that_restarts_finds_its_cache_again(directory: Path) -> None:
+    with Store(shared(directory)) as store:
+        owner = pid_of(store)
+        put_all(store)
+    with Store(shared(directory)) as store:
+        assert pid_of(store) == owner
+        sees(store)
+        assert has_all(store)
+        assert store.status().memory == 0, "it lends nothing itself"
+        assert pids(directory) == [owner]
+
+
+def test_those_who_come_at_once_start_one(directory: Path) -> None:
+    at_once = threading.Barrier(6)
+
+    def use(_: int) -> tuple[int, Store]:
+        at_once.wait(TIMEOUT_S)
+        store = Store(shared(directory))
+        return pid_of(store), store
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(use, range(6)))
+    assert {pid for pid, _ in found} == set(pids(directory))
+    assert len(pids(directory)) == 1
+    stores = [store for _, store in found]
+    with ThreadPoolExecutor(6) as threads:
+        outcomes = list(threads.map(store_all, stores))
+    assert set().union(*outcomes) <= {Put.STORED, Put.EXISTS, Put.BEING_STORED}
+    for store in stores:
+        sees(store)
+        assert has_all(store)
+        assert len(store) == N, "each object lies once on the host"
+        store.close()
+
+
+def store_all(store: Store) -> set[Put]:
+    return set(store.put(KEYS, SIG, filled(store).pieces))
+
+
+def test_nothing_ties_the_owner_to_the_one_that_has_started_it(directory: Path) -> None:
+    marked = os.open(directory, os.O_RDONLY)
+    os.set_inheritable(marked, True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        user = User(directory)
+    finally:
+        os.sched_setaffinity(0, cores)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        os.close(marked)
+    owner = user.owner
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{owner}/status").read_text().splitlines()
+    )
+    assert int(status["SigBlk"], 16) == 0
+    assert os.sched_getaffinity(owner) >= cores
+    assert int(status["PPid"]) not in (user.process.pid, os.getpid())
+    assert os.getsid(owner) not in (os.getsid(0), os.getsid(user.process.pid))
+    assert Path(f"/proc/{owner}/cwd").readlink() == Path("/")
+    links = [str(one.readlink()) for one in Path(f"/proc/{owner}/fd").iterdir()]
+    assert links.count(str(directory)) == 2, "its own two locks of the directory, and no more"
+    user.kill()
+    with Store(shared(directory)) as store:
+        assert pid_of(store) == owner
+
+
+def test_an_owner_ends_some_time_after_its_last_user(directory: Path) -> None:
+    with Store(shared(directory, linger_s=0.0)) as store, Store(shared(directory)) as other:
+        owner = pid_of(store)
+        store.close()
+        put_all(other)
+        assert pids(directory) == [owner]
+    until(lambda: not is_alive(owner), "nobody uses it any more")
+    assert not (directory / "owner").exists()
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    assert lock.memory() == "", "nobody waits for memory that is gone"
+    lock.close()
+    log = place.log.read_text()
+    assert "owns the memory of the store" in log
+    assert log.rstrip().endswith("ends")
+
+
+def test_an_owner_starts_without_what_it_does_not_need() -> None:
+    """aiohttp alone took as long to import as all else."""
+    code = "import sys, kvstore.serving; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], stdout=-1, text=True, env=environment)
+    assert {"aiohttp", "redis", "obstore", "torch"}.isdisjoint(done.stdout.split())
+    assert "kvstore.serving" in done.stdout
+
+
+def test_why_an_owner_cannot_be_started_is_said(directory: Path) -> None:
+    with pytest.raises(Refusal, match="is more memory than this process can have"):
+        Store(shared(directory, 1 << 40))
+    with pytest.raises(Refusal, match="too few for one chunk"):
+        Store(shared(directory, 1000))
+    assert pids(directory) == []
+
+
+def test_settings_that_differ_are_said_and_another_pool_is_refused(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(shared(directory)) as store:
+        with Store(shared(directory, 32 * MIB, policy="lru")) as other:
+            assert pid_of(other) == pid_of(store)
+        assert "memory=16777216 instead of 33554432" in caplog.text
+        assert "policy='arc' instead of 'lru'" in caplog.text
+        settings = shared(directory)
+        object.__setattr__(settings, "index", "redis://127.0.0.1:1")
+        with pytest.raises(Refusal, match=r"owns the store of this host, and it meets others at"):
+            Lease(settings, Place(directory))
+
+
+# -- it dies
+
+
+def test_the_next_owner_has_all_that_the_last_one_had(directory: Path) -> None:
+    with Store(shared(directory)) as store:
+        room = put_all(store)
+        first = pid_of(store)
+        kill(first)
+        outcomes = store.put(KEYS, SIG, room.pieces)
+        assert len(outcomes) == N, "an outcome, and no exception"
+        until(lambda: pids(directory), "another one is started")
+        until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "it has all keys")
+        assert has_all(store)
+        second = pid_of(store)
+        assert second != first
+        put = filled(store, seed=3)
+        until(lambda: has_all(store))
+        kill(second)
+        until(lambda: pid_of(store) not in (first, second), "and a third one")
+        until(lambda: has_all(store))
+        del put
+
+
+def test_two_servers_go_on_while_owners_are_killed(directory: Path) -> None:
+    """Under load: nothing raises, what comes is right, and hits go on."""
+    over = threading.Event()
+    hits: Counter[int] = Counter()
+
+    def use(seed: int) -> None:
+        names, right = keys(N, seed), contents(N, NBYTES, seed)
+        with Store(shared(directory)) as store:
+            room, back = filled(store, seed=seed), filled(store, seed=99)
+            while not over.is_set():
+                store.put(names, SIG, room.pieces)
+                back.bytes[:] = 0
+                came = [one is Got.RIGHT for one in store.get(names, SIG, back.pieces)]
+                assert (back.bytes[came] == right[came]).all()
+                hits[seed] += sum(came)
+
+    with ThreadPoolExecutor(2) as threads:
+        used = [threads.submit(use, seed) for seed in (1, 2)]
+        try:
+            for _ in range(4):
+                before = dict(hits)
+                until(
+                    lambda before=before: all(hits[one] > before.get(one, 0) + N for one in (1, 2))
+                )
+                until(lambda: pids(directory))
+                kill(pids(directory)[0])
+        finally:
+            over.set()
+        for one in used:
+            one.result(TIMEOUT_S)
+
+
+def test_whoever_starts_the_next_owner_it_gets_the_memory_of_who_holds_it(
+    directory: Path,
+) -> None:
+    """The one that starts it has nothing: it waits until somebody else comes."""
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    left = MemoryFile.make(1 * MIB)
+    left.buffer[:5] = b"bytes"
+    lock.note(left.name)
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), math.inf)
+    hosting.close(is_left=True)
+    assert lock.memory() == left.name
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), 600.0)
+    found: list[Brought | None] = []
+    thread = threading.Thread(target=lambda: found.append(hosting.adopt()))
+    thread.start()
+    empty, other, held = (dial(place) for _ in range(3))
+    wrong = MemoryFile.make(1 * MIB)
+    try:
+        send(empty, join(directory), [])
+        send(other, join(directory, wrong.name), [wrong.readable_fd])
+        was = agreement.wishes(config(directory, 1 * MIB))
+        send(held, join(directory, left.name, was), [left.readable_fd])
+        thread.join(TIMEOUT_S)
+        (brought,) = found
+        assert brought is not None
+        assert (brought.name, brought.was) == (left.name, was)
+        memory = MemoryFile.adopt(brought.fd, 1 * MIB, brought.name)
+        os.close(brought.fd)
+        assert memory.buffer[:5] == b"bytes"
+        hosting.ready(was, memory)
+        for line in (empty, other, held):
+            answer, fds = receive(line)
+            assert isinstance(answer, Joined)
+            assert answer.memory == left.name
+            assert os.pread(fds[0], 5, 0) == b"bytes"
+            with pytest.raises(OSError, match="denied"):
+                mmap.mmap(fds[0], 1 * MIB)  # To be written.
+            os.close(fds[0])
+        assert hosting.users == 3
+        memory.close()
+    finally:
+        for line in (empty, other, held):
+            line.close()
+        hosting.end()
+        hosting.close(is_left=False)
+        assert lock.memory() == ""
+        lock.close()
+        left.close()
+        wrong.close()
+
+
+def dial(place: Place) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(TIMEOUT_S)
+    line.connect(str(place.socket))
+    return line
+
+
+def join(directory: Path, memory: str = "", was: dict[str, object] | None = None) -> Join:
+    mine = config(directory)
+    return Join(VERSION, agreement.wishes(mine), agreement.pool(mine), memory, was or {})
+
+
+def send(line: socket.socket, message: Message, fds: list[int]) -> None:
+    socket.send_fds(line, [encode(message)], fds)
+
+
+def receive(line: socket.socket) -> tuple[Message, list[int]]:
+    raw, fds, _, _ = socket.recv_fds(line, BYTES_MAX, 1)
+    return decode(raw), list(fds)
+
+
+def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
+    memory = MemoryFile.make(1 * MIB)
+    with pytest.raises(ValueError, match="has 1048576 bytes, and 2097152 are needed"):
+        MemoryFile.adopt(memory.readable_fd, 2 * MIB, memory.name)
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    with pytest.raises(ValueError, match="was not made by an owner"):
+        MemoryFile.adopt(fd, MIB, memory.name)
+    os.close(fd)
+    read, write = os.pipe()
+    with pytest.raises(ValueError, match="no memory file"):
+        MemoryFile.adopt(read, MIB, memory.name)
+    os.close(read)
+    os.close(write)
+    memory.close()
+
+
+def test_who_is_of_another_release_or_talks_nonsense_is_not_let_in(directory: Path) -> None:
+    with Store(shared(directory)) as store:
+        place = Place(directory)
+        old = Join(VERSION + 1, {}, agreement.pool(config(directory)))
+        with dial(place) as line:
+            send(line, old, [])
+            answer, fds = receive(line)
+            assert isinstance(answer, Refused)
+            assert "another release" in answer.why
+            assert answer.pid == pid_of(store)
+            assert fds == []
+        with dial(place) as line:
+            line.send(b"\xc1")
+            assert line.recv(1) == b""
+        with dial(place) as line:
+            send(line, answer, [])
+            assert line.recv(1) == b""
+        put_all(store)
+
+
+def test_a_server_that_cannot_reach_the_owner_serves_and_joins_later(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(directory)
+    lock = place.lock()  # One that is being started, and stands still.
+    assert lock is not None
+    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", 0.1)
+    with Store(shared(directory)) as store:
+        assert "does not answer within 0.1 s" in caplog.text
+        room = filled(store)
+        monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
+        assert not store.exists(KEYS, SIG, NBYTES).any()
+        assert store.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N
+        assert len(store.put(KEYS, SIG, room.pieces)) == N
+        lock.close()  # It dies.
+        until(lambda: store._lease.is_joined, "it has one")  # type: ignore[union-attr]
+        until(store._owners.usable)
+        put_all(store)
+
+
+# -- an operator's
+
+
+def test_an_operator_s_owner_is_used_and_waited_for(
+    directory: Path,
+    start_lending: Callable[..., subprocess.Popen[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = f"--file={directory}/slab"
+    lender = start_lending(file)
+    with Store(shared(directory)) as store:
+        assert pid_of(store) == lender.pid
+        put_all(store)
+        lender.send_signal(signal.SIGTERM)
+        assert lender.wait(TIMEOUT_S) == 0
+        until(lambda: "was ended" in caplog.text)
+        assert pids(directory) == [], "its operator starts the next one"
+        again = start_lending(file)
+        until(lambda: store._lease.pid == again.pid)  # type: ignore[union-attr]
+        sees(store)
+        assert has_all(store)
+
+
+def test_who_lends_beside_an_owner_says_so(
+    directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
+) -> None:
+    with Store(shared(directory)) as store:
+        start_lending(f"--file={directory}/slab")
+        until(lambda: len(store._owners.usable()) == 2, "both are used")
+        assert len(pids(directory)) == 1
+
+
+def test_the_report_of_a_process_that_ends_without_a_word(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "_CODE", "")
+    with pytest.raises(Refusal, match="ended without a word"):
+        Store(shared(directory))
