@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -353,9 +354,9 @@ def test_without_a_terminal_it_says_what_to_use(busy: Busy) -> None:
 def test_without_rich_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = cli.importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: None if name == "rich" else real(name)
+        importlib.util, "find_spec", lambda name: None if name == "rich" else real(name)
     )
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli.main(["top"]) == 2
