@@ -118,10 +118,14 @@ class Blocks:
     @classmethod
     def concat(cls, parts: Sequence[Blocks]) -> Blocks:
         """The blocks of all ``parts``, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        arrays = [part.array for part in parts] or [np.empty(0, BLOCK)]
-        return cls._valid(np.concatenate(arrays), sum(part.total_nbytes for part in parts))
+        filled = [part for part in parts if len(part)]
+        if len(filled) == 1:
+            return filled[0]
+        if not filled:
+            return cls._valid(np.empty(0, BLOCK), 0)
+        # As numbers: numpy joins structures at a third of the speed.
+        columns = np.concatenate([part.array.view(np.uint64) for part in filled])
+        return cls._valid(columns.view(BLOCK), sum(part.total_nbytes for part in filled))
 
     @property
     def array(self) -> npt.NDArray[np.void]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import msgspec
 
@@ -262,4 +262,7 @@ class CompletionRecord:
 
 
 def completion_bytes(completion: CompletionRecord) -> bytes:
-    return _COMPLETION.pack(*astuple(completion))
+    one = completion
+    return _COMPLETION.pack(
+        one.generation, one.writes, one.pages, one.page_layers, one.states, one.aux, one.nbytes
+    )

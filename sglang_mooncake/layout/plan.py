@@ -23,7 +23,9 @@ from sglang_mooncake.layout.indices import (
     Indices,
     as_indices,
     check_indices,
+    check_slot,
     in_runs,
+    joined,
     owned,
     ring_slots,
 )
@@ -84,9 +86,20 @@ class _Share:
 
     def blocks(self, source: Indices, target: Indices) -> te.Blocks:
         """The copies of item source[i] to item target[i], which come in runs."""
+        if self._whole:
+            ours, theirs, items = joined(source, target)
+            nbytes = items * self.source_item
+            ours, theirs = ours * self.source_item, theirs * self.target_item
+            return te.Blocks.grid(self.source, ours, self.target, theirs, nbytes)
         return self._in_all_buffers(
             source * self.source_item, target * self.target_item, self.pieces
         )
+
+    @property
+    def _whole(self) -> bool:
+        """Whether items go whole, so that those side by side on both sides are one block."""
+        is_one = len(self.pieces) == 1
+        return is_one and self.pieces.total_nbytes == self.source_item == self.target_item
 
     def ring_blocks(
         self, source: Indices, source_ring: int, target: Indices, target_ring: int
@@ -194,6 +207,8 @@ class Plan:
     def layer_count(self, layers: Layers = EVERY_LAYER) -> int:
         """How many of these layers this pair moves; K and V of one layer are one, and a draft
         model's layers count beside the model's."""
+        if layers == EVERY_LAYER:
+            return len(self._layers)
         begin, end = np.searchsorted(self._layers, (layers.start, layers.stop))
         return int(end - begin)
 
@@ -310,8 +325,8 @@ class Plan:
         source, target = self._source.aux, self._target.aux
         if not source.addresses and not target.addresses:
             return te.Blocks.of([], [], [])
-        check_indices("prefill metadata slot", np.array([source_slot]), source.items)
-        check_indices("decode metadata slot", np.array([target_slot]), target.items)
+        check_slot("prefill metadata slot", source_slot, source.items)
+        check_slot("decode metadata slot", target_slot, target.items)
         source_addresses, target_addresses, item = self._aux
         return te.Blocks.of(
             source_addresses + item * np.uint64(source_slot),
@@ -322,7 +337,7 @@ class Plan:
     def completion(self, source_address: int, target_slot: int) -> te.Blocks:
         """The block that carries a completion record from `source_address` (registered memory)."""
         completions = self._target.completions
-        check_indices("slot for a completion record", np.array([target_slot]), completions.items)
+        check_slot("slot for a completion record", target_slot, completions.items)
         return te.Blocks.of(
             [source_address],
             [completions.addresses[0] + target_slot * COMPLETION_BYTES],

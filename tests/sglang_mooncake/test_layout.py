@@ -4,6 +4,8 @@ held against an oracle in `test_layout_oracle.py`."""
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from sglang_mooncake.layout import (
     Units,
     completion_bytes,
 )
+from sglang_mooncake.layout.indices import joined
 
 MHA = Model(
     (
@@ -45,6 +48,15 @@ def with_component(number: int, **changes: object) -> Layout:
     components = list(made.components)
     components[number] = msgspec.structs.replace(components[number], **changes)
     return msgspec.structs.replace(made, components=tuple(components))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_joined_pairs_are_the_pairs_again_in_as_few_runs_as_there_can_be(pairs):
+    columns = np.array(pairs, np.int64).reshape(-1, 2).T
+    runs = list(zip(*joined(*columns), strict=True))
+    assert [(a + n, b + n) for a, b, count in runs for n in range(count)] == pairs
+    for (a, b, count), following in itertools.pairwise(runs):
+        assert (a + count, b + count) != following[:2]
 
 
 def test_runs_of_pages_become_one_block_per_buffer():

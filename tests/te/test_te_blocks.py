@@ -131,6 +131,11 @@ def test_of_takes_scalars_and_nothing() -> None:
     assert len(Blocks.concat([])) == 0
 
 
+def test_concat_copies_nothing_where_one_part_alone_has_blocks() -> None:
+    nothing, one = Blocks.concat([]), Blocks.of([1, 9], 2, 3)
+    assert Blocks.concat([nothing, one, nothing]) is one
+
+
 def test_blocks_do_not_change_afterwards() -> None:
     source = np.array([(1, 2, 3)], BLOCK)
     blocks = Blocks(source)
