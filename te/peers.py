@@ -88,7 +88,7 @@ class Peer:
     def is_encrypted(self) -> bool:
         """Whether transfers to the peer are encrypted on the network (``Config.encrypt``); False on
         the same host."""
-        return self._link.is_encrypted
+        return bool(self._link.encrypted_by)
 
     @property
     def bytes_per_s(self) -> float:

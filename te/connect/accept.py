@@ -110,9 +110,7 @@ class Acceptor:
     def log(self, level: int, message: str, *values: object) -> None:
         """A line about a stranger, unless there were too many of late. Loop's thread only."""
         if logger.isEnabledFor(level) and self._throttle.admits(time.monotonic()):
-            dropped = self._throttle.take_dropped()
-            more = f" ({dropped} others were not logged)" if dropped else ""
-            logger.log(level, message + "%s", *values, more)
+            logger.log(level, message + "%s", *values, self._throttle.more())
 
     def called(self, half_open: HalfOpen) -> None:
         """A connection has called, and was challenged. Loop's thread only."""

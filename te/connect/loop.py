@@ -167,11 +167,5 @@ class IoLoop:
 
     def _report(self, what: str, exc: Exception) -> None:
         if self._throttle.admits(time.monotonic()):
-            dropped = self._throttle.take_dropped()
-            logger.error(
-                "the thread %s goes on after a bug in %s%s",
-                self._thread.name,
-                what,
-                f" ({dropped} more were not logged)" if dropped else "",
-                exc_info=exc,
-            )
+            text = "the thread %s goes on after a bug in %s%s"
+            logger.error(text, self._thread.name, what, self._throttle.more(), exc_info=exc)

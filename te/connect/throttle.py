@@ -40,7 +40,7 @@ class Throttle:
         self._next_s = now_s + self._pause_s
         return True
 
-    def take_dropped(self) -> int:
-        """How many lines were not written since the last call."""
+    def more(self) -> str:
+        """The end of a line: how many were not written before it; empty if none."""
         dropped, self._dropped = self._dropped, 0
-        return dropped
+        return f" ({dropped} more were not logged)" if dropped else ""

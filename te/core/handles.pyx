@@ -123,21 +123,6 @@ cdef class LinkHandle:
             PyBuffer_Release(&view)
 
 
-cdef Region **hold(Scan *scan, u32 *held_n, bint *is_shared) noexcept:
-    """The regions that were touched, each with a reference, and whether all may be mapped."""
-    cdef Snapshot *s = scan.snapshot
-    cdef Region **held = <Region **>need((s.count + 1) * sizeof(Region *))
-    cdef u32 i
-    for i in range(s.count):
-        if scan.touched[i]:
-            held[held_n[0]] = s.regions[i]
-            add32(&s.regions[i].refs, 1)
-            add32(&s.regions[i].readers, 1)
-            is_shared[0] &= s.regions[i].is_shared
-            held_n[0] += 1
-    return held
-
-
 cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept nogil:
     """One pass: are the local sides registered, and which blocks touch so that they can be one."""
     cdef Snapshot *s = scan.snapshot
@@ -211,10 +196,12 @@ cdef object enqueue(
     cdef Link *k = link.k
     cdef Transfer *t
     cdef bint is_shared = True, full = False, listed = False
-    cdef u32 held_n = 0
+    cdef u32 i, held_n = 0
     cdef Region **held = NULL
     if not is_read or k.ops.lands_by_device:
-        held = hold(scan, &held_n, &is_shared)
+        held = regions_hold(scan.snapshot, scan.touched, &held_n)
+        for i in range(held_n):
+            is_shared &= held[i].is_shared
     free(scan.touched)
     t = transfer_new(k, is_read, tag, scan.out, scan.out_n, total, held, held_n)
     t.submitted_ns = scan.begun_ns

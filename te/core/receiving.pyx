@@ -138,8 +138,7 @@ cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
     cdef uint8_t *touched
     cdef bint good = True
     cdef int k
-    cdef u32 i, n = 0
-    held_n[0] = 0
+    cdef u32 i
     enter(&c.polled.worker.section, c.link, NULL)
     s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
     touched = <uint8_t *>need(s.count + 1)
@@ -150,15 +149,7 @@ cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
             good = False
             break
     if good:
-        for i in range(s.count):
-            n += touched[i] != 0
-        held = <Region **>need((n + 1) * sizeof(Region *))
-        for i in range(s.count):
-            if touched[i]:
-                held[held_n[0]] = s.regions[i]
-                add32(&s.regions[i].refs, 1)
-                add32(&s.regions[i].readers, 1)
-                held_n[0] += 1
+        held = regions_hold(s, touched, held_n)
     leave(&c.polled.worker.section)
     free(touched)
     return held

@@ -73,6 +73,8 @@ cdef void region_forget(Regions *all, Region *r) noexcept nogil
 # Returns when no transfer reads from it any more, or the time is over.
 cdef void await_readers(Region *r, u64 until_ns) noexcept nogil
 
+# Those that were touched (`is_registered`), each with a reference and as read from; of malloc.
+cdef Region **regions_hold(Snapshot *s, const uint8_t *touched, u32 *n) noexcept nogil
 cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil
 cdef void snapshot_free(Snapshot *s) noexcept nogil
 

@@ -75,6 +75,19 @@ cdef void snapshot_free(Snapshot *s) noexcept nogil:
     free(s)
 
 
+cdef Region **regions_hold(Snapshot *s, const uint8_t *touched, u32 *n) noexcept nogil:
+    cdef Region **held = <Region **>need((s.count + 1) * sizeof(Region *))
+    cdef u32 i
+    n[0] = 0
+    for i in range(s.count):
+        if touched[i]:
+            add32(&s.regions[i].refs, 1)
+            add32(&s.regions[i].readers, 1)
+            held[n[0]] = s.regions[i]
+            n[0] += 1
+    return held
+
+
 cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil:
     return copied(s, NULL, 0, NULL)
 

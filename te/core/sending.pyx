@@ -453,15 +453,6 @@ cdef bint check_reason(Connection *c) noexcept nogil:
 
 cdef void say_unexpected(Connection *c) noexcept nogil:
     cdef char text[TEXT_MAX]
-    cdef const char *name = b"LANDED"
-    if c.head.status == ABANDONED:
-        name = b"ABANDONED"
-    elif c.head.status == REFUSED:
-        name = b"REFUSED"
-    elif c.head.status == GRANTED:
-        name = b"GRANTED"
-    elif c.head.status == PROGRESS:
-        name = b"PROGRESS"
     snprintf(text, TEXT_MAX, b"transfer %llu, acknowledged as %s, is not waiting for it",
-             <unsigned long long>c.head.transfer, name)
+             <unsigned long long>c.head.transfer, ack_name(&c.head))
     violate(c.link, text)

@@ -280,6 +280,11 @@ static inline Header header_of(uint8_t kind, uint64_t transfer, uint64_t tag, ui
     return (Header){.kind = kind, .transfer = transfer, .tag = tag, .total = total};
 }
 
+/* What an ACK, whose header has passed, says. */
+static inline const char *ack_name(const Header *h) {
+    return FRAME_RULES[ACK - FIRST_KIND][h->status].variant;
+}
+
 static inline size_t item_bytes(const FrameRule *rule) {
     return rule->item == NO_ITEM ? 0 : LAYOUT_TABLE[rule->item].nbytes;
 }

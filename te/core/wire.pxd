@@ -29,6 +29,7 @@ cdef extern from "core/wire.h" nogil:
     ctypedef struct RemoteRange:
         u64 start, end, rights
         u32 keys[NICS_MAX]
+    const char *ack_name(const Header *h)
     Header header_of(uint8_t kind, u64 transfer, u64 tag, u64 total)
     size_t body_bytes_max(int over, bint from_source)
     int64_t check_header(const Header *h, int over, bint from_source, char *text, size_t room)

@@ -143,11 +143,6 @@ class OutgoingLink:
         return ""
 
     @property
-    def is_encrypted(self) -> bool:
-        """Whether what it carries is encrypted on the network."""
-        return bool(self.encrypted_by)
-
-    @property
     def bytes_per_s(self) -> float:
         """What its devices or its interface carry at best; 0.0 if nobody tells."""
         return 0.0

@@ -107,10 +107,9 @@ class CmAcceptor:
                 # Making a queue pair may take a device milliseconds.
                 self._local.run(lambda one=request, of=expected: self._take(one, of))  # type: ignore[misc]
             elif self._throttle.admits(time.monotonic()):
-                dropped = self._throttle.take_dropped()
                 logger.warning(
                     "rejected a connection by rdma_cm that nobody expects any more%s",
-                    f" ({dropped} more were not logged)" if dropped else "",
+                    self._throttle.more(),
                 )
 
     def _take(self, request: CmRequest, expected: _Expected) -> None:
