@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walks of two writes in docs/architecture.md: each stop is a function that is there, and leads
+to the next one by what the walk says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[2]
+TE = ROOT / "te"
+TEXT = (ROOT / "docs/architecture.md").read_text()
+ROW = re.compile(r"\| (\d+) \| \w \| `([\w/.]+)` `(\w+)` \| [^|]* \| ?([^|]*?) ?\|")
+FUNCTION = re.compile(r"^(?=c?def )", re.MULTILINE)
+NAME = re.compile(r"c?def [^\n(]*?\b(\w+)\(")
+STOPS_MAX = 10
+#: As many functions of one file may a stop stand for.
+STEPS = 3
+
+
+class Stop(NamedTuple):
+    path: str
+    function: str
+    by: str
+
+
+@cache
+def functions(path: str) -> dict[str, set[str]]:
+    """The functions of a compiled module, and what each of them names."""
+    source = re.sub(r"#.*", "", (TE / path).read_text())
+    parts = ((NAME.match(part), part) for part in FUNCTION.split(source))
+    return {found[1]: set(re.findall(r"\w+", part)) for found, part in parts if found}
+
+
+@cache
+def operations() -> frozenset[tuple[str, str]]:
+    """Which functions are given as which operations."""
+    given = re.compile(r"^[ ]*\w+\.(\w+) = (\w+)$", re.MULTILINE)
+    return frozenset(pair for path in TE.rglob("*.pyx") for pair in given.findall(path.read_text()))
+
+
+def reached(stop: Stop) -> set[str]:
+    """What code of the stop's file names, from its function on."""
+    here = functions(stop.path)
+    found = {stop.function}
+    for _ in range(STEPS):
+        found |= {name for one in found for name in here.get(one, ())}
+    return found
+
+
+def problem(stop: Stop, following: Stop) -> str | None:
+    """Why a stop does not lead to the next one."""
+    if not stop.by.startswith("`"):
+        return None
+    by = stop.by.strip("`")
+    if by not in reached(stop):
+        return f"{stop.path} {stop.function} says nothing of {by}"
+    if by != following.function and (by, following.function) not in operations():
+        return f"{by} does not lead to {following.path} {following.function}"
+    return None
+
+
+def stops(transport: str) -> list[Stop]:
+    begin = TEXT.index(f"#### A write over {transport}\n")
+    rows = ROW.findall(TEXT[begin : TEXT.index("\n#", begin + 1)])
+    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
+    return [Stop(path, name, by) for _, path, name, by in rows]
+
+
+@pytest.mark.parametrize("transport", ["TCP", "RDMA"])
+def test_every_stop_of_a_write_is_there_and_leads_to_the_next(transport: str) -> None:
+    walk = stops(transport)
+    assert 5 < len(walk) <= STOPS_MAX
+    missing = [one for one in walk if one.function not in functions(one.path)]
+    assert not missing, "stops that are not in the code"
+    wrong = [problem(*pair) for pair in itertools.pairwise(walk)]
+    assert not [one for one in wrong if one]
+
+
+@pytest.mark.parametrize("transport", ["TCP", "RDMA"])
+def test_a_stop_that_leads_elsewhere_is_seen(transport: str) -> None:
+    elsewhere = Stop("core/heap.pxd", "need", "")
+    walk = [one for one in stops(transport) if one.by.startswith("`")]
+    assert walk
+    for stop in walk:
+        assert problem(stop, elsewhere), f"{stop} leads everywhere"
+        assert problem(stop._replace(by="`nothing_at_all`"), elsewhere)
