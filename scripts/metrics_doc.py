@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
 from bootstrap_server.http import metrics as registry
 from kvstore.metrics import table as store
 from sglang_mooncake import metrics as ranks
+from sglang_mooncake.router import metrics as router
 
 TEXT = Path(__file__).with_name("metrics_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -28,6 +29,7 @@ def document() -> str:
         ("RANKS", _ranks()),
         ("STORE", _store()),
         ("REGISTRY", _registry()),
+        ("ROUTER", _table(router.PREFIX, router.METRICS)),
         ("RULES", _indented(_without_comments(RULES.read_text()))),
     ):
         text = text.replace(f"{{{{{name}}}}}", table)
@@ -42,7 +44,7 @@ def _store() -> str:
     return _table(store.PREFIX, store.METRICS)
 
 
-def _table(prefix: str, metrics: Iterable[ranks.Metric | store.Metric]) -> str:
+def _table(prefix: str, metrics: Iterable[ranks.Metric | store.Metric | router.Metric]) -> str:
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for one in metrics:
         labels = ", ".join(f"`{label}`" for label in one.labels)

@@ -13,6 +13,7 @@ from bootstrap_server import MismatchError
 from bootstrap_server.admission.secret import new_secret
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
+from sglang_mooncake.router import options as router_options
 from sglang_mooncake.sglang import configuring, explaining
 from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return explaining.explain(parsed)
         case "config":
             return configuring.show_config(parsed)
+        case "router":
+            return _router(parsed)
         case _:
             return _planned(parsed)
 
@@ -87,6 +90,18 @@ def _secret(path: str | None) -> int:
         f" name it in their environment: SGLANG_MOONCAKE_SECRET_FILE={path}\n"
     )
     return 0
+
+
+def _router(parsed: argparse.Namespace) -> int:
+    try:
+        options = router_options.options_of(parsed)
+    except router_options.OptionsError as error:
+        sys.stderr.write(f"sglang-mooncake router: {error}\n")
+        return EXIT_REFUSED
+    # Here, since an HTTP server takes longer to import than the other commands take to run.
+    from sglang_mooncake.router.serving import serve
+
+    return serve(options)
 
 
 def _planned(parsed: argparse.Namespace) -> int:
@@ -200,6 +215,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     configuring.add_arguments(config)
+    router = commands.add_parser(
+        "router",
+        help="take clients' requests for prefill and decode servers, in mini-lb's place",
+        description=router_options.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    router_options.add_arguments(router)
     return parser
 
 

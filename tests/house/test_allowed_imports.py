@@ -46,6 +46,7 @@ ALLOWED = {
     # Of these, what is installed.
     "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
+    "sglang_mooncake/router": {"aiohttp", "bootstrap_server", "msgspec", "te", "uvloop", "zmq"},
     SGLANGS: {
         "bootstrap_server",
         "huggingface_hub",

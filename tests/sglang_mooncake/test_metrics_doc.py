@@ -15,11 +15,13 @@ from bootstrap_server.http import metrics as registry
 from kvstore.metrics import table as store
 from sglang_mooncake import metrics as ranks
 from sglang_mooncake.rooms.states import ENDS
+from sglang_mooncake.router import metrics as router
 
 NAMES = (
     {ranks.PREFIX + one.name for one in ranks.METRICS}
     | {store.PREFIX + one.name for one in store.METRICS}
     | {registry.PREFIX + name for name in registry.METRICS}
+    | {router.PREFIX + one.name for one in router.METRICS}
     | {build.NAME}
 )
 HISTOGRAMS = {ranks.PREFIX + one.name for one in ranks.METRICS if one.kind == "histogram"}
@@ -53,7 +55,7 @@ def test_alerts_name_metrics_that_there_are():
 def test_alerts_name_labels_that_there_are():
     """A rule that asks for a label or an end which nobody tells is silent for ever."""
     known = {"role", "job", "instance", "le", *ranks.RANK_LABELS}
-    for one in (*ranks.METRICS, *store.METRICS):
+    for one in (*ranks.METRICS, *store.METRICS, *router.METRICS):
         known |= set(one.labels)
     ends = {end.value for end in ENDS}
     for rule in rules():

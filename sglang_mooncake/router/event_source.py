@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the KV events of prefill servers: asks each server where it publishes them, subscribes,
+and asks for those again that were missed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglang_mooncake.router.kv_events import EventStream, State
+from sglang_mooncake.router.placement import PrefillView
+
+__all__ = ["EventSource"]
+
+logger = logging.getLogger(__name__)
+
+#: A server that did not tell where it publishes is asked again after so long.
+ASK_AGAIN_S: Final = 10.0
+ANSWER_S: Final = 30.0
+ANSWER_BYTES_MAX: Final = 16 << 20
+#: How often it is looked whether a stream has gone silent.
+TICK_S: Final = 0.5
+#: A server repeats its batches with its publisher's next turn, within 0.1 s.
+REPLAY_S: Final = 5.0
+#: Batches that wait in the socket; and the bytes of one.
+WAITING_MAX: Final = 10_000
+MESSAGE_BYTES_MAX: Final = 64 << 20
+#: Behind the last batch that is repeated.
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+
+
+class _Described(msgspec.Struct):
+    """What ``GET /server_info`` tells of the publisher: rank r uses the ports that are r above."""
+
+    endpoint_port_base: int
+    block_size: int
+    dp_size: int = 1
+    topic: str = ""
+    replay_endpoint_port_base: int | None = None
+
+
+class _Info(msgspec.Struct):
+    kv_events: _Described | None = None
+
+
+class EventSource:
+    """``run`` follows the events of all servers until it is cancelled."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        views: Iterable[PrefillView],
+        headers: dict[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``headers``: of questions to the servers."""
+        self._session, self._views, self._headers = session, tuple(views), headers
+        self._clock = clock
+        self._context = zmq.asyncio.Context()
+
+    async def run(self) -> None:
+        """Never returns."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for view in self._views:
+                    group.create_task(self._follow(view))
+        finally:
+            self._context.destroy(linger=0)
+
+    async def _follow(self, view: PrefillView) -> None:
+        said = False
+        while True:
+            described = await self._described(view) if view.server.is_well else None
+            if described is not None and described.dp_size == 1:
+                await self._subscribed(view, described)
+                continue
+            if described is not None and not said:
+                said = True
+                logger.warning(
+                    "%s has %d DP ranks: which of them has a prompt's cache is not known, so its KV"
+                    " events are not used",
+                    view.server,
+                    described.dp_size,
+                )
+            await asyncio.sleep(ASK_AGAIN_S if view.server.is_well else TICK_S)
+
+    async def _described(self, view: PrefillView) -> _Described | None:
+        """None if the server publishes no events, or does not answer."""
+        try:
+            async with self._session.get(
+                f"{view.server.url}/server_info",
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+            ) as response:
+                raw = await response.content.read(ANSWER_BYTES_MAX)
+            if response.status != HTTPStatus.OK:
+                return None
+            return msgspec.json.decode(raw, type=_Info).kv_events
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+            return None
+
+    async def _subscribed(self, view: PrefillView, described: _Described) -> None:
+        """Follows one process of the server: it may be another one after it has been ill."""
+        stream, ills = EventStream(), view.server.counts.ills
+        host = urlsplit(view.server.url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        socket = self._socket(zmq.SUB)
+        try:
+            socket.subscribe(described.topic)
+            socket.connect(f"tcp://{host}:{described.endpoint_port_base}")
+            replay = None
+            if described.replay_endpoint_port_base is not None:
+                replay = f"tcp://{host}:{described.replay_endpoint_port_base}"
+            view.follow(stream, described.block_size)
+            logger.info("%s tells which pages its cache has", view.server)
+            await self._catch_up(stream, replay)  # What was published before.
+            await self._receive(view, stream, socket, replay, ills)
+        except zmq.ZMQError as error:
+            logger.warning("the KV events of %s cannot be followed: %s", view.server, error)
+            await asyncio.sleep(ASK_AGAIN_S)
+        finally:
+            view.follow(None, 0)
+            socket.close(linger=0)
+
+    async def _receive(
+        self,
+        view: PrefillView,
+        stream: EventStream,
+        socket: zmq.asyncio.Socket,
+        replay: str | None,
+        ills: int,
+    ) -> None:
+        state: State = "waiting"
+        while view.server.counts.ills == ills:
+            if await socket.poll(TICK_S * 1e3):
+                frames = await socket.recv_multipart()
+                if len(frames) >= 2 and len(frames[-2]) == len(_END):
+                    number = int.from_bytes(frames[-2], "big")
+                    stream.take(number, frames[-1], self._clock())
+                if stream.missing is not None:
+                    await self._catch_up(stream, replay)
+            state = _told(view, state, stream.state(self._clock()))
+
+    async def _catch_up(self, stream: EventStream, replay: str | None) -> None:
+        """Asks for batches that are missing."""
+        first = 0 if stream.missing is None else stream.missing
+        if replay is None:
+            if stream.missing is not None:
+                stream.lose()
+            return
+        batches: list[tuple[int, bytes]] = []
+        socket = self._socket(zmq.DEALER)
+        try:
+            socket.connect(replay)
+            async with asyncio.timeout(REPLAY_S):
+                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                while True:
+                    frames = await socket.recv_multipart()
+                    if len(frames) < 2 or frames[-2] == _END:
+                        break
+                    batches.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+        except TimeoutError:
+            batches.clear()  # Not whole.
+        finally:
+            socket.close(linger=0)
+        stream.replayed(batches)
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(WAITING_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.IPV6, 1)
+        return socket
+
+
+def _told(view: PrefillView, before: State, now: State) -> State:
+    """Logs a change."""
+    if now == "silent" != before:
+        logger.warning(
+            "the KV events of %s have gone silent: it has computed a prompt and told of no page;"
+            " the router uses what it has sent there instead",
+            view.server,
+        )
+    elif before == "silent" != now:
+        logger.info("the KV events of %s are back", view.server)
+    return now

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an attempt fails, and what a server's answer says of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Final, Literal, TypeAlias, get_args
+
+import aiohttp
+from aiohttp import ClientResponse
+
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import error_in
+
+__all__ = [
+    "CONNECT_S",
+    "KINDS",
+    "Failed",
+    "Kind",
+    "check",
+    "refused",
+    "talking_to",
+    "words_of",
+]
+
+#: A server accepts a connection at once, unless its host is gone.
+CONNECT_S: Final = 5.0
+#: What is kept of an answer that says that the request has failed.
+ERROR_BYTES_MAX: Final = 64 << 10
+#: These may be another server's to answer better; all others are about the request itself.
+_TRY_AGAIN: Final = frozenset({500, 502, 503, 504})
+#: How a server has failed: no connection could be made, the connection has ended, the time that a
+#: request may take is over, it has answered that it failed.
+Kind: TypeAlias = Literal["unreachable", "broken", "late", "answered"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+class Failed(Exception):
+    """The attempt has ended before the client was told anything.
+
+    ``status`` and ``body`` are what the client gets if no other attempt is made.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        kind: Kind,
+        sentence: str,
+        status: int = HTTPStatus.BAD_GATEWAY,
+        body: bytes | None = None,
+    ) -> None:
+        super().__init__(f"{server}: {sentence}")
+        self.server, self.kind, self.sentence = server, kind, sentence
+        self.status, self.body = status, body
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another attempt may succeed."""
+        if self.kind == "answered":
+            return self.status in _TRY_AGAIN
+        return self.kind != "late"
+
+
+@contextmanager
+def talking_to(server: Server) -> Iterator[None]:
+    """What can go wrong on the way becomes ``Failed``."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise Failed(server, "unreachable", words_of(error)) from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise Failed(server, "unreachable", f"no connection within {CONNECT_S:g} s") from error
+    except aiohttp.ClientError as error:
+        raise Failed(server, "broken", words_of(error)) from error
+    except TimeoutError as error:
+        sentence = "no answer in the time that a request may take (--request-timeout-secs)"
+        raise Failed(server, "late", sentence, HTTPStatus.GATEWAY_TIMEOUT) from error
+
+
+async def refused(server: Server, response: ClientResponse) -> Failed:
+    """What a server's answer with the status of an error says."""
+    raw = await response.content.read(ERROR_BYTES_MAX)
+    failure = error_in(raw)
+    sentence = raw.decode(errors="replace")[:1000] if failure is None else failure[1]
+    sentence = f"answered with status {response.status}: {sentence}"
+    return Failed(server, "answered", sentence, response.status, raw)
+
+
+def check(server: Server, told: bytes) -> None:
+    """Raises ``Failed`` if an answer says so."""
+    failure = error_in(told)
+    if failure is None:
+        return
+    status, sentence = failure
+    if not HTTPStatus.BAD_REQUEST <= status < 600:
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+    raise Failed(server, "answered", sentence, status, told)
+
+
+def words_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__

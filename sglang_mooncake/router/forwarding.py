@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt to have a request answered by a pair: both servers get it, the client gets what the
+decode server answers, as it comes.
+
+Until the first bytes of the answer have come the client has been told nothing, so an attempt that
+fails before can be made again with another pair (`Failed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from io import BytesIO
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import ClientResponse, web
+
+from sglang_mooncake.router.failing import (
+    CONNECT_S,
+    Failed,
+    check,
+    refused,
+    talking_to,
+    words_of,
+)
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import (
+    DONE_EVENT,
+    Body,
+    Told,
+    error_event,
+    event_json,
+    events_in,
+    for_pair,
+    index_of,
+    is_single,
+    told_in,
+    wants_input_logprobs,
+    wants_stream,
+    with_input_logprobs,
+)
+
+__all__ = ["Ask", "Course", "Forwarder", "Pair", "request_headers"]
+
+#: When the prefill server says that it has failed, the decode server soon says why.
+DECODE_SAYS_S: Final = 1.0
+#: The prefill server's answer ends with the hand-over; it may be read a little later.
+PREFILL_ENDS_S: Final = 5.0
+ABORT_S: Final = 2.0
+LONG_BYTES: Final = 1 << 20
+#: A first event is smaller than this, or passed on without a look.
+FIRST_EVENT_BYTES_MAX: Final = 1 << 20
+#: Aborts and ends of prefill answers that are under way in the background.
+BACKGROUND_MAX: Final = 4096
+#: Headers that belong to a connection, or to the body as it was sent.
+_OF_A_CONNECTION: Final = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_OURS_TO_TELL: Final = _OF_A_CONNECTION | {"date", "server"}
+
+
+class Pair(NamedTuple):
+    """Who answers a request."""
+
+    prefill: Server
+    decode: Server
+
+
+class Ask(NamedTuple):
+    """A client's request, as it is sent to servers."""
+
+    path: str
+    body: Body
+    headers: Mapping[str, str]
+
+
+class Course(msgspec.Struct):
+    """What has come of an attempt."""
+
+    #: Is called once: when the prefill server's answer has come, so that the prompt is computed and
+    #: handed over, or with None when there will be no such answer.
+    on_prefill: Callable[[Told | None], None]
+    #: Seconds from the begin until the first bytes of the decode server's answer had come.
+    first_s: float | None = None
+    #: Why the answer has ended in the middle. The client has been told, as far as it can be.
+    stopped: str | None = None
+
+
+class Forwarder:
+    """Makes attempts over one client session."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        timeout_s: float,
+        answer_bytes_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """An attempt lasts ``timeout_s`` at most, with its answer. Of a prefill server's answer,
+        which is kept as a whole, there may be ``answer_bytes_max``."""
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        self.answer_bytes_max, self.clock = answer_bytes_max, clock
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Ends what is under way in the background."""
+        for task in tuple(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def attempt(
+        self, ask: Ask, pair: Pair, room: int, request: web.Request, course: Course
+    ) -> web.StreamResponse:
+        """The answer, which the client has been sent, and what has come of it in ``course``. Raises
+        ``Failed``."""
+        return await _Attempt(self, ask, pair, room, request, course).run()
+
+    async def post(self, url: str, raw: bytes, headers: Mapping[str, str]) -> ClientResponse:
+        """The head of an answer, which may take as long as an attempt."""
+        # A long body is sent in pieces, between which others have their turn.
+        data = raw if len(raw) <= LONG_BYTES else BytesIO(raw)
+        return await self._session.post(url, data=data, headers=headers, timeout=self._timeout)
+
+    def later(self, job: Coroutine[Any, Any, None]) -> bool:
+        """Does it in the background; False if too much is under way there already."""
+        if len(self._background) >= BACKGROUND_MAX:
+            job.close()
+            return False
+        task = asyncio.create_task(job)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return True
+
+    async def abort(self, server: Server, rid: str, headers: Mapping[str, str]) -> None:
+        """Tells a server to end a request; whether it does is not waited for long."""
+        # A server that does not take it notices that the connection is closed, some seconds later.
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post(
+                f"{server.url}/abort_request",
+                json={"rid": rid},
+                headers={name: text for name, text in headers.items() if name != "Content-Type"},
+                timeout=aiohttp.ClientTimeout(total=ABORT_S),
+            ):
+                pass
+
+
+class _Attempt:
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        ask: Ask,
+        pair: Pair,
+        room: int,
+        request: web.Request,
+        course: Course,
+    ) -> None:
+        self._forwarder = forwarder
+        self._ask, self._pair, self._request = ask, pair, request
+        self._course = course
+        self._begun_s = forwarder.clock()
+        #: The request's name at both servers, if it is ours to give.
+        self._rid = uuid.uuid4().hex if is_single(ask.body) else None
+        body = ask.body
+        if self._rid is not None:
+            body = {**body, "rid": msgspec.Raw(f'"{self._rid}"'.encode())}
+        self._raw = for_pair(body, pair.prefill.bootstrap_host, pair.prefill.bootstrap_port, room)
+        self._merges = wants_input_logprobs(ask.body, ask.path)
+        self._streams = wants_stream(ask.body)
+
+    async def run(self) -> web.StreamResponse:
+        prefill = asyncio.create_task(self._ask_prefill())
+        prefill.add_done_callback(self._prefill_is_over)
+        decode = asyncio.create_task(self._ask_decode())
+        is_done = False
+        try:
+            response = await self._decode_begins(prefill, decode)
+            answer = await self._pass_on(response, prefill)
+            is_done = True
+            return answer
+        finally:
+            self._end(prefill, decode, is_done)
+
+    async def _decode_begins(
+        self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun]
+    ) -> _Begun:
+        """The decode server's answer, once its first bytes are there."""
+        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+        error = None if decode.done() else prefill.exception()
+        if error is not None:
+            if isinstance(error, Failed) and error.kind == "answered":
+                await asyncio.wait({decode}, timeout=DECODE_SAYS_S)
+            if not decode.done():
+                raise error
+        try:
+            return await decode
+        except Failed as failed:
+            # A server that has gone away explains more than what the other says of it.
+            other = prefill.exception() if prefill.done() and not prefill.cancelled() else None
+            gone = other if isinstance(other, Failed) and other.kind != "answered" else None
+            if gone is not None and failed.kind == "answered":
+                raise gone from failed
+            raise
+
+    async def _ask_prefill(self) -> _Prefilled:
+        """All of the prefill server's answer. ``Failed`` if it is an error."""
+        server = self._pair.prefill
+        raw = bytearray()
+        with talking_to(server):
+            async with await self._post(server) as response:
+                if response.status >= HTTPStatus.BAD_REQUEST:
+                    raise await refused(server, response)
+                async for chunk in response.content.iter_any():
+                    if len(raw) + len(chunk) <= self._forwarder.answer_bytes_max:
+                        raw += chunk
+                    elif self._merges:
+                        status = HTTPStatus.NOT_IMPLEMENTED
+                        raise Failed(server, "answered", "its answer is too long", status)
+        answer = bytes(raw)
+        told = event_json(next(events_in(raw), b"")) if self._streams else answer
+        if told is not None:
+            check(server, told)
+        return _Prefilled(answer, Told() if told is None else told_in(told))
+
+    def _prefill_is_over(self, task: asyncio.Task[_Prefilled]) -> None:
+        is_good = not task.cancelled() and task.exception() is None
+        self._course.on_prefill(task.result().told if is_good else None)
+
+    async def _ask_decode(self) -> _Begun:
+        """The decode server's answer, with the first bytes of its body."""
+        server = self._pair.decode
+        with talking_to(server):
+            response = await self._post(server)
+            try:
+                if response.status >= HTTPStatus.BAD_REQUEST:
+                    raise await refused(server, response)
+                first = await self._first_bytes(response)
+            except BaseException:
+                response.close()
+                raise
+        return _Begun(response, first)
+
+    async def _first_bytes(self, response: ClientResponse) -> bytes:
+        """Of a stream its first event, with what came with it. ``Failed`` if the event says so."""
+        raw = bytearray()
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if not self._streams:
+                break
+            if b"\n\n" in raw or len(raw) > FIRST_EVENT_BYTES_MAX:
+                break
+        first = bytes(raw)
+        told = event_json(next(events_in(raw), b"")) if self._streams else None
+        if told is not None:
+            check(self._pair.decode, told)
+        return first
+
+    async def _pass_on(
+        self, begun: _Begun, prefill: asyncio.Task[_Prefilled]
+    ) -> web.StreamResponse:
+        self._course.first_s = self._forwarder.clock() - self._begun_s
+        prefilled = (await prefill).answer if self._merges else b""
+        upstream = begun.response
+        answer = web.StreamResponse(status=upstream.status)
+        for name, value in upstream.headers.items():
+            if name.lower() not in _NOT_OURS_TO_TELL:
+                answer.headers.add(name, value)
+        if upstream.content_length is not None and not self._merges:
+            answer.content_length = upstream.content_length
+        await answer.prepare(self._request)
+        try:
+            parts = _chunks(begun)
+            if self._merges:
+                parts = _merged(parts, prefilled, streams=self._streams)
+            async for part in parts:
+                await answer.write(part)
+        except (aiohttp.ClientPayloadError, TimeoutError) as error:
+            await self._tell_broken(answer, error)
+        return answer
+
+    async def _tell_broken(self, answer: web.StreamResponse, error: Exception) -> None:
+        """The decode server has stopped in the middle of its answer."""
+        stopped = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
+        self._course.stopped = stopped
+        if self._streams:
+            await answer.write(error_event(HTTPStatus.BAD_GATEWAY, stopped) + DONE_EVENT)
+        elif self._request.transport is not None:
+            # The client sees an answer without its end, as it is.
+            self._request.transport.abort()
+
+    async def _post(self, server: Server) -> ClientResponse:
+        return await self._forwarder.post(server.url + self._ask.path, self._raw, self._ask.headers)
+
+    def _end(
+        self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun], is_done: bool
+    ) -> None:
+        """Leaves nothing behind that still asks."""
+        if is_done:
+            decode.result().response.release()
+            if not prefill.done() and self._forwarder.later(_ended_soon(prefill)):
+                return
+        else:
+            self._abort(prefill, decode)
+        for task in (prefill, decode):
+            task.cancel()
+        # The prefill task's exception was looked at as it ended.
+        decode.add_done_callback(_heard)
+
+    def _abort(self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun]) -> None:
+        """Ends the request where it may still be under way."""
+        still = [] if prefill.done() else [self._pair.prefill]
+        if decode.done() and not decode.cancelled() and decode.exception() is None:
+            decode.result().response.close()
+            still.append(self._pair.decode)
+        elif not decode.done() or decode.cancelled():
+            still.append(self._pair.decode)
+        if self._rid is not None:
+            for server in still:
+                self._forwarder.later(self._forwarder.abort(server, self._rid, self._ask.headers))
+
+
+class _Prefilled(NamedTuple):
+    answer: bytes
+    told: Told
+
+
+class _Begun(NamedTuple):
+    response: ClientResponse
+    #: Of the body.
+    first: bytes
+
+
+def request_headers(headers: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    """What servers are told of a client's headers."""
+    passed = {k: v for k, v in headers.items() if k.lower() not in _OF_A_CONNECTION}
+    # Answers are passed on as they are, and some are read: they must not be packed.
+    passed["Accept-Encoding"] = "identity"
+    if api_key is not None and not any(name.lower() == "authorization" for name in passed):
+        passed["Authorization"] = f"Bearer {api_key}"
+    return passed
+
+
+async def _chunks(begun: _Begun) -> AsyncIterator[bytes]:
+    if begun.first:
+        yield begun.first
+    async for chunk in begun.response.content.iter_any():
+        yield chunk
+
+
+async def _merged(
+    parts: AsyncIterator[bytes], prefilled: bytes, *, streams: bool
+) -> AsyncIterator[bytes]:
+    """The answer with the prompt's log-probabilities out of the prefill server's."""
+    buffer = bytearray()
+    if not streams:
+        async for part in parts:
+            buffer += part
+        yield with_input_logprobs(bytes(buffer), prefilled)
+        return
+    first_of: dict[int, bytes] = {}
+    for event in events_in(bytearray(prefilled)):
+        told = event_json(event)
+        if told is not None:
+            first_of.setdefault(index_of(told), told)
+    async for part in parts:
+        buffer += part
+        for event in events_in(buffer):
+            told = event_json(event)
+            first = None if told is None else first_of.get(index_of(told))
+            if told is None or first is None:
+                yield event
+            else:
+                yield b"data: " + with_input_logprobs(told, first) + b"\n\n"
+    if buffer:
+        yield bytes(buffer)
+
+
+async def _ended_soon(task: asyncio.Task[_Prefilled]) -> None:
+    try:
+        await asyncio.wait({task}, timeout=PREFILL_ENDS_S)
+    finally:
+        task.cancel()
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Its exception has been told already, or matters to nobody any more."""
+    if not task.cancelled():
+        task.exception()

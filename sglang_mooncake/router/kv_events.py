@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's KV events: which pages a server's cache has, told by the server itself. Pure.
+
+A server publishes batches of events with consecutive numbers, and repeats its last ones when it is
+asked. Nothing is published while nothing changes, so a lost stream looks like an idle one. What
+tells them apart is a prompt that was computed and of which no page was told (`EventStream.expect`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from sglang_mooncake.router.known import first_of
+
+__all__ = ["SILENCE_S", "STATES", "EventStream", "State"]
+
+#: Events of a prompt leave with the scheduler's next step after it.
+SILENCE_S: Final = 3.0
+#: Some hundred MB at most.
+PAGES_MAX: Final = 1 << 20
+#: Batches that have come while earlier ones are asked for again.
+HELD_MAX: Final = 10_000
+#: The medium of events that name none.
+_GPU: Final = "GPU"
+_MEDIA_MAX: Final = 8
+
+State: TypeAlias = Literal["live", "waiting", "silent"]
+STATES: Final[tuple[State, ...]] = get_args(State)
+
+
+class _BlockStored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    at: float
+    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+
+
+class _OldBlockStored(msgspec.Struct, tag="BlockStored", array_like=True):
+    """Before SGLang 0.5.20 events were arrays."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class _OldBlockRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _OldAllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _OldBatch(msgspec.Struct, array_like=True):
+    at: float
+    events: list[_OldBlockStored | _OldBlockRemoved | _OldAllBlocksCleared]
+
+
+_Event: TypeAlias = (
+    _BlockStored
+    | _BlockRemoved
+    | _AllBlocksCleared
+    | _OldBlockStored
+    | _OldBlockRemoved
+    | _OldAllBlocksCleared
+)
+_BATCH: Final = msgspec.msgpack.Decoder(_Batch)
+_OLD_BATCH: Final = msgspec.msgpack.Decoder(_OldBatch)
+
+
+class EventStream:
+    """The pages of one cache as its events tell them.
+
+    ``take`` gets each batch that is published; ``missing`` then says from which number on batches
+    have to be asked for again, and ``replayed`` gets what was repeated.
+    """
+
+    def __init__(self) -> None:
+        #: By name, which media have the page, a bit for each.
+        self._pages: OrderedDict[int, int] = OrderedDict()
+        self._media: dict[str, int] = {}
+        self._next = 0
+        #: The number of the last batch that was published, and not repeated.
+        self._last = -1
+        #: Batches behind a gap, by number.
+        self._held: dict[int, bytes] = {}
+        self._heard_s: float | None = None
+        #: When an event is due at the latest, and whether one was missed.
+        self._due_s: float | None = None
+        self._is_silent = False
+        self.batches = 0
+        #: Gaps, and those of which batches were lost for ever.
+        self.gaps = self.losses = 0
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def missing(self) -> int | None:
+        """The number of the first batch that is missing; None while none is."""
+        return self._next if self._held else None
+
+    def state(self, now_s: float) -> State:
+        """``live``: the pages are those of the cache. ``waiting``: nothing was told yet, or some
+        batches are missing. ``silent``: an event was due, and did not come."""
+        if self._due_s is not None and now_s >= self._due_s:
+            self._is_silent = True
+        if self._is_silent:
+            return "silent"
+        return "live" if self.batches and not self._held else "waiting"
+
+    def age_s(self, now_s: float) -> float | None:
+        """Time since the last batch; None if there was none."""
+        return None if self._heard_s is None else now_s - self._heard_s
+
+    def expect(self, since_s: float, now_s: float) -> None:
+        """Since then the server has computed pages that its cache did not have. An event of them
+        has come, or must come soon."""
+        if (self._heard_s is None or self._heard_s < since_s) and self._due_s is None:
+            self._due_s = now_s + SILENCE_S
+
+    def take(self, number: int, payload: bytes, now_s: float) -> None:
+        """A batch was published. A number that is not above the last one is that of a new process;
+        one that was repeated already says nothing new."""
+        self._heard_s, self._due_s, self._is_silent = now_s, None, False
+        if number <= self._last:
+            self.restart()
+        self._last = number
+        if number < self._next:
+            return
+        if number != self._next or self._held:
+            if not self._held:
+                self.gaps += 1
+            self._held[number] = payload
+            if len(self._held) > HELD_MAX:
+                self.lose()
+            return
+        self._apply(number, payload)
+
+    def replayed(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        """What the server has repeated. If that does not close the gap, the rest is lost."""
+        for number, payload in batches:
+            if number >= self._next:
+                self._held.setdefault(number, payload)
+        if self._held and min(self._held) != self._next:
+            self.lose()
+        else:
+            self._apply_held()
+
+    def lose(self) -> None:
+        """The missing batches are lost: pages may have gone that were told before, so that none of
+        those counts any more."""
+        self.losses += 1
+        self._pages.clear()
+        if self._held:
+            self._next = min(self._held)
+        self._apply_held()
+
+    def restart(self) -> None:
+        """The cache is that of a new process."""
+        self._pages.clear()
+        self._held.clear()
+        self._next, self._last = 0, -1
+
+    def first_of(self, names: Sequence[int]) -> int:
+        """How many of ``names``, from the first on, the cache has without a gap."""
+        return first_of(self._pages, names)
+
+    def by_medium(self, names: Sequence[int]) -> dict[str, int]:
+        """The same on each medium that events have named."""
+        counts = {}
+        for medium, number in self._media.items():
+            bit = 1 << number
+            lacks = (n for n, name in enumerate(names) if not self._pages.get(name, 0) & bit)
+            counts[medium] = next(lacks, len(names))
+        return counts
+
+    def _apply_held(self) -> None:
+        while (payload := self._held.pop(self._next, None)) is not None:
+            self._apply(self._next, payload)
+        if self._held:
+            self.lose()
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        self._next = number + 1
+        self.batches += 1
+        try:
+            events = _events(payload)
+        except msgspec.DecodeError:
+            # Of another form than any that is known: what it was about is not known either.
+            self.losses += 1
+            self._pages.clear()
+            return
+        for event in events:
+            match event:
+                case _BlockStored() | _OldBlockStored():
+                    self._stored(event)
+                case _BlockRemoved() | _OldBlockRemoved():
+                    self._removed(event)
+                case _AllBlocksCleared() | _OldAllBlocksCleared():
+                    self._pages.clear()
+
+    def _stored(self, event: _BlockStored | _OldBlockStored) -> None:
+        bit = self._bit(event.medium)
+        for name in event.block_hashes:
+            self._pages[name] = self._pages.get(name, 0) | bit
+        while len(self._pages) > PAGES_MAX:
+            self._pages.popitem(last=False)
+
+    def _removed(self, event: _BlockRemoved | _OldBlockRemoved) -> None:
+        bit = self._bit(event.medium)
+        for name in event.block_hashes:
+            left = self._pages.get(name, 0) & ~bit
+            if left:
+                self._pages[name] = left
+            else:
+                self._pages.pop(name, None)
+
+    def _bit(self, medium: str | None) -> int:
+        name = medium or _GPU
+        if name not in self._media and len(self._media) >= _MEDIA_MAX:
+            name = _GPU
+        return 1 << self._media.setdefault(name, len(self._media))
+
+
+def _events(payload: bytes) -> Sequence[_Event]:
+    try:
+        return _BATCH.decode(payload).events
+    except msgspec.ValidationError:
+        return _OLD_BATCH.decode(payload).events

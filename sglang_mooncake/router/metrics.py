@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router tells a monitoring system. Pure.
+
+Servers are named by their URLs, so whoever may read the metrics learns which servers there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from bootstrap_server.prometheus_text import family
+from sglang_mooncake.router.kv_events import STATES
+from sglang_mooncake.router.placement import REASONS, PrefillView
+from sglang_mooncake.router.servers import ROLES, Server, Servers
+
+__all__ = ["ENDS", "METRICS", "PREFIX", "Counts", "Metric", "text"]
+
+PREFIX: Final = "sglang_mooncake_router_"
+#: How a client's request can end.
+ENDS: Final = ("answered", "bad request", "client left", "failed", "refused", "stopped")
+
+
+class Metric(NamedTuple):
+    """One row. ``name`` is without the prefix."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+_OF_SERVER: Final = ("role", "server")
+METRICS: Final = (
+    Metric("requests_total", "counter", ("end",), "Clients' requests that have ended, by how."),
+    Metric("requests", "gauge", (), "Clients' requests that are under way."),
+    Metric(
+        "attempts_failed_total",
+        "counter",
+        ("role", "kind"),
+        "Attempts that failed before the client was told anything, by the server that failed and "
+        "how: unreachable, broken, late, or answered with an error.",
+    ),
+    Metric("retries_total", "counter", (), "Requests that were tried a second time."),
+    Metric(
+        "first_seconds_total",
+        "counter",
+        (),
+        "Time from when servers are asked to the first bytes of an answer.",
+    ),
+    Metric("first_total", "counter", (), "Requests whose answer has begun."),
+    Metric(
+        "choices_total",
+        "counter",
+        ("reason",),
+        "Choices of a prefill server by caches and queues, by reason: its cache has more of the "
+        "prompt than others' (cache), another's has more and the wait there would be longer "
+        "(queue), the caches have the same (load), there was no other (only).",
+    ),
+    Metric("servers", "gauge", ("role", "health"), "Servers that are well, and that are ill."),
+    Metric("server_requests", "gauge", _OF_SERVER, "Requests that a server has been sent."),
+    Metric("server_chosen_total", "counter", _OF_SERVER, "Requests that a server was chosen for."),
+    Metric(
+        "server_failures_total", "counter", _OF_SERVER, "Failures of a server that the router saw."
+    ),
+    Metric("server_ill_total", "counter", _OF_SERVER, "How often a server became ill."),
+    Metric(
+        "prompt_tokens_total",
+        "counter",
+        _OF_SERVER,
+        "Tokens of the prompts that a prefill server has told of.",
+    ),
+    Metric(
+        "cached_tokens_total",
+        "counter",
+        _OF_SERVER,
+        "Those of them that the prefill server had in a cache.",
+    ),
+    Metric(
+        "expected_cached_tokens_total",
+        "counter",
+        _OF_SERVER,
+        "Tokens that a prefill server was expected to have in its cache, of prompts of which it "
+        "has told what it had.",
+    ),
+    Metric(
+        "prefixes_missed_total",
+        "counter",
+        _OF_SERVER,
+        "Prompts of which a prefill server had less in its cache than the router expected.",
+    ),
+    Metric(
+        "prefill_expected_seconds_total",
+        "counter",
+        _OF_SERVER,
+        "Time from sending prompts to a prefill server to the end of its answers, as expected.",
+    ),
+    Metric(
+        "prefill_seconds_total",
+        "counter",
+        _OF_SERVER,
+        "The same as it was measured.",
+    ),
+    Metric(
+        "event_streams",
+        "gauge",
+        ("state",),
+        "Prefill servers whose KV events are followed: live, waiting for the first or for missed "
+        "ones, or silent although a prompt was computed.",
+    ),
+    Metric("event_batches_total", "counter", _OF_SERVER, "Batches of KV events."),
+    Metric("event_gaps_total", "counter", _OF_SERVER, "Times at which batches were missing."),
+    Metric(
+        "event_losses_total",
+        "counter",
+        _OF_SERVER,
+        "Times at which missing batches could not be had again, or could not be read.",
+    ),
+    Metric("event_pages", "gauge", _OF_SERVER, "Pages that a server's cache has by its events."),
+)
+
+
+class Counts:
+    """What has been counted since the start. The event loop's thread alone uses it."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.ended: Counter[str] = Counter()
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.retries = 0
+        self.choices: Counter[str] = Counter()
+        self.first_s = 0.0
+        self.firsts = 0
+
+
+def text(
+    counts: Counts,
+    servers: Servers,
+    views: Mapping[Server, PrefillView],
+    kinds: Iterable[str],
+    now_s: float,
+) -> Iterator[str]:
+    """The lines of ``GET /metrics``. ``views``: of prefill servers; ``kinds``: how attempts can
+    fail."""
+    kinds = tuple(kinds)
+    streams = {(s.role, s.url): view.events for s, view in views.items() if view.events is not None}
+    states = Counter(stream.state(now_s) for stream in streams.values())
+    health: dict[tuple[str, ...], float] = {
+        (role, word): float(sum(one.is_well == is_well for one in servers.of(role)))
+        for role in ROLES
+        for word, is_well in (("well", True), ("ill", False))
+    }
+    failures: dict[tuple[str, ...], float] = {
+        (role, kind): counts.failed[role, kind] for role in ROLES for kind in kinds
+    }
+    values: dict[str, Mapping[tuple[str, ...], float]] = {
+        "requests_total": {(end,): counts.ended[end] for end in ENDS},
+        "requests": {(): counts.under_way},
+        "attempts_failed_total": failures,
+        "retries_total": {(): counts.retries},
+        "first_seconds_total": {(): counts.first_s},
+        "first_total": {(): counts.firsts},
+        "servers": health,
+        "server_requests": {(s.role, s.url): s.under_way for s in servers.all()},
+        "server_chosen_total": {(s.role, s.url): s.counts.chosen for s in servers.all()},
+        "server_failures_total": {(s.role, s.url): s.counts.failed for s in servers.all()},
+        "server_ill_total": {(s.role, s.url): s.counts.ills for s in servers.all()},
+        "prompt_tokens_total": {
+            (s.role, s.url): s.counts.prompt_tokens for s in servers.of("prefill")
+        },
+        "cached_tokens_total": {
+            (s.role, s.url): s.counts.cached_tokens for s in servers.of("prefill")
+        },
+        "choices_total": {(reason,): counts.choices[reason] for reason in REASONS},
+        "expected_cached_tokens_total": {
+            (s.role, s.url): view.counts.expected_hits for s, view in views.items()
+        },
+        "prefixes_missed_total": {(s.role, s.url): view.counts.missed for s, view in views.items()},
+        "prefill_expected_seconds_total": {
+            (s.role, s.url): view.counts.expected_s for s, view in views.items()
+        },
+        "prefill_seconds_total": {
+            (s.role, s.url): view.counts.measured_s for s, view in views.items()
+        },
+        "event_streams": {(state,): states[state] for state in STATES},
+        "event_batches_total": {key: stream.batches for key, stream in streams.items()},
+        "event_gaps_total": {key: stream.gaps for key, stream in streams.items()},
+        "event_losses_total": {key: stream.losses for key, stream in streams.items()},
+        "event_pages": {key: len(stream) for key, stream in streams.items()},
+    }
+    for metric in METRICS:
+        yield from family(
+            PREFIX + metric.name, metric.kind, metric.help, metric.labels, values[metric.name]
+        )

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of ``sglang-mooncake router``. Pure.
+
+Options have the names that they have at SGLang's own routers, so that one word of a command line
+changes. Those of its router that would change nothing here are taken and named in the log; options
+that are to protect something are not taken, since nothing would protect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+__all__ = [
+    "CACHE_AWARE",
+    "DESCRIPTION",
+    "POLICIES",
+    "Options",
+    "OptionsError",
+    "add_arguments",
+    "options_of",
+]
+
+DESCRIPTION: Final = """\
+Takes clients' requests for a prefill and a decode server, in the place of SGLang's mini-lb. Options
+have the names that they have there:
+
+  sglang-mooncake router --pd-disaggregation --host 0.0.0.0 --port 8000 \\
+      --prefill http://10.0.0.1:30000 8998 --prefill http://10.0.0.2:30000 8998 \\
+      --decode http://10.0.0.3:30000
+"""
+
+CACHE_AWARE: Final = "cache_aware"
+POLICIES: Final = (CACHE_AWARE, "power_of_two", "random", "round_robin")
+#: Options of SGLang's routers that change nothing here, and how many values each has.
+_WITHOUT_EFFECT: Final[dict[str, int]] = {
+    "--mini-lb": 0,
+    "--pd-disaggregation": 0,
+    "--cache-threshold": 1,
+    "--balance-abs-threshold": 1,
+    "--balance-rel-threshold": 1,
+    "--eviction-interval-secs": 1,
+    "--max-tree-size": 1,
+    "--worker-startup-timeout-secs": 1,
+    "--worker-startup-check-interval": 1,
+    "--prometheus-host": 1,
+    "--prometheus-port": 1,
+    "--log-dir": 1,
+}
+#: They say what this router is, in any case.
+_MATTERS_OF_COURSE: Final = frozenset({"--mini-lb", "--pd-disaggregation"})
+
+
+class OptionsError(ValueError):
+    """The options cannot be served: the sentence names the one to change."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for. Times are in seconds."""
+
+    host: str
+    port: int
+    #: URLs of prefill servers, each with the port of its registry; None is the server's setting.
+    prefill: tuple[tuple[str, int | None], ...]
+    decode: tuple[str, ...]
+    prefill_policy: str
+    decode_policy: str
+    request_timeout_s: float
+    health_interval_s: float
+    health_timeout_s: float
+    #: So many failures, one after another, make a server ill.
+    health_failures: int
+    #: How many requests may be under way; None is any number.
+    max_requests: int | None
+    #: A request whose first token is expected later is refused; None: none is.
+    ttft_max_s: float | None
+    max_body_bytes: int
+    retries: int
+    api_key: str | None
+    log_level: str
+    #: Options that were given and change nothing.
+    without_effect: tuple[str, ...] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
+    add("--port", type=_port, default=30_000, metavar="N", help="port to listen on (30000)")
+    add(
+        "--prefill",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("URL", "PORT"),
+        help="a prefill server, and its --disaggregation-bootstrap-port; for each server once more",
+    )
+    add(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a decode server; for each server once more",
+    )
+    add(
+        "--policy",
+        choices=POLICIES,
+        default=CACHE_AWARE,
+        help="how servers are chosen (cache_aware: the one that is expected to have the first token"
+        " first, by its cache and its queue)",
+    )
+    add("--prefill-policy", choices=POLICIES, help="that of prefill servers (--policy)")
+    add("--decode-policy", choices=POLICIES, help="that of decode servers (--policy)")
+    add(
+        "--request-timeout-secs",
+        type=_seconds,
+        default=1800.0,
+        metavar="S",
+        help="a request ends after so long at the latest (1800)",
+    )
+    add(
+        "--health-check-interval-secs",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="how often each server is asked for its health (10); one that is ill each second",
+    )
+    add(
+        "--health-check-timeout-secs",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="a server that does not answer for so long has failed (5)",
+    )
+    add(
+        "--health-failure-threshold",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="so many failures, one after another, make a server ill (3)",
+    )
+    add(
+        "--max-concurrent-requests",
+        type=_count_or_any,
+        metavar="N",
+        help="further requests are answered with status 429 (-1: any number are taken)",
+    )
+    add(
+        "--max-ttft-secs",
+        type=_seconds,
+        metavar="S",
+        help="requests whose first token is expected later, because of those before them, are "
+        "answered with status 429 (cache_aware alone; all are taken)",
+    )
+    add(
+        "--max-payload-size",
+        type=_count,
+        default=512 << 20,
+        metavar="BYTES",
+        help="longest body of a request (536870912)",
+    )
+    add("--disable-retries", action="store_true", help="try no request a second time")
+    add("--api-key", metavar="KEY", help="for servers, where a client brings no key of its own")
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (info)",
+    )
+    for name, count in _WITHOUT_EFFECT.items():
+        action = "store_true" if count == 0 else "store"
+        add(name, action=action, default=None, help=argparse.SUPPRESS)
+
+
+def options_of(parsed: argparse.Namespace) -> Options:
+    """Raises ``OptionsError``."""
+    prefill = tuple(_prefill(words) for words in parsed.prefill)
+    decode = tuple(_url("--decode", url) for url in parsed.decode)
+    if not prefill or not decode:
+        missing = "--decode" if prefill else "--prefill"
+        raise OptionsError(f"{missing} is missing: name at least one server of each kind")
+    urls = [url for url, _ in prefill] + list(decode)
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        raise OptionsError(f"{twice[0]} is named twice: each server once, as prefill or as decode")
+    if parsed.max_ttft_secs is not None and (parsed.prefill_policy or parsed.policy) != CACHE_AWARE:
+        raise OptionsError("--max-ttft-secs: only the policy cache_aware expects times (--policy)")
+    return Options(
+        host=parsed.host,
+        port=parsed.port,
+        prefill=prefill,
+        decode=decode,
+        prefill_policy=parsed.prefill_policy or parsed.policy,
+        decode_policy=parsed.decode_policy or parsed.policy,
+        request_timeout_s=parsed.request_timeout_secs,
+        health_interval_s=parsed.health_check_interval_secs,
+        health_timeout_s=parsed.health_check_timeout_secs,
+        health_failures=parsed.health_failure_threshold,
+        max_requests=None
+        if parsed.max_concurrent_requests in (None, -1)
+        else parsed.max_concurrent_requests,
+        ttft_max_s=parsed.max_ttft_secs,
+        max_body_bytes=parsed.max_payload_size,
+        retries=0 if parsed.disable_retries else 1,
+        api_key=parsed.api_key,
+        log_level=parsed.log_level,
+        without_effect=tuple(
+            name
+            for name in _WITHOUT_EFFECT
+            if name not in _MATTERS_OF_COURSE
+            and getattr(parsed, name[2:].replace("-", "_")) is not None
+        ),
+    )
+
+
+def _prefill(words: Sequence[str]) -> tuple[str, int | None]:
+    if len(words) > 2:
+        raise OptionsError(f"--prefill takes a URL and a port, not {' '.join(words)!r}")
+    url = _url("--prefill", words[0])
+    port = words[1].lower() if len(words) > 1 else "none"
+    if port == "none":
+        return url, None
+    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        raise OptionsError(f"--prefill {url}: {words[1]!r} is no port, nor the word none")
+    return url, int(port)
+
+
+def _url(option: str, text: str) -> str:
+    """Without the slash at the end."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # A port that is no number, half a bracket.
+        usable = False
+    if not usable:
+        raise OptionsError(f"{option} {text!r} is no URL such as http://10.0.0.1:30000")
+    return text.rstrip("/")
+
+
+def _port(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time between 0.01 and 1000000 s")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def _count_or_any(text: str) -> int:
+    return -1 if text == "-1" else _count(text)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the pages of a prompt: prompts that begin alike have their first names in common. Pure.
+
+Of tokens they are those of SGLang's radix cache, as its KV events tell them. Of text they are the
+router's own, and a guess: texts that begin alike mostly begin with the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["NAMES_MAX", "TEXT_PAGE_BYTES", "seed_of", "text_names", "token_names"]
+
+TEXT_PAGE_BYTES: Final = 256
+"""Length of a page of text: about as many tokens as one of 64 has."""
+NAMES_MAX: Final = 8192
+"""What comes behind so many pages is not named: each takes half a microsecond or more."""
+_SALT_TAG: Final = b"sglang-cache-salt-v1\0"
+_NAME_BYTES: Final = 8
+
+
+def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
+    """The names of the first ``NAMES_MAX`` whole pages of ``tokens``; none where a token is no
+    number of 32 bits.
+
+    A name is the first 8 bytes of SHA-256 over the whole digest before it and the page's tokens,
+    each 4 bytes, the lowest first. ``seed`` takes the place of the digest before the first page.
+    """
+    try:
+        numbers = array("I", tokens)
+    except (OverflowError, TypeError):
+        return []
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    raw, step, digest = numbers.tobytes(), 4 * page_size, seed
+    names = []
+    for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
+        digest = hashlib.sha256(digest + raw[at : at + step]).digest()
+        names.append(int.from_bytes(digest[:_NAME_BYTES], "big", signed=True))
+    return names
+
+
+def seed_of(cache_salt: str | None, private: bytes = b"") -> bytes:
+    """What SGLang's names begin with, for requests with a salt and for those without.
+
+    ``private`` is what else keeps a request's cache apart from others' (adapter, extra key).
+    SGLang's events do not tell that, so such names are the router's own.
+    """
+    salted = b"" if cache_salt is None else hashlib.sha256(_SALT_TAG + cache_salt.encode()).digest()
+    return hashlib.sha256(salted + private).digest() if private else salted
+
+
+def text_names(text: str, seed: bytes = b"") -> list[int]:
+    """The names of its first ``NAMES_MAX`` whole pages, ``TEXT_PAGE_BYTES`` of UTF-8 each."""
+    raw, digest = text.encode(errors="surrogatepass"), b"text" + seed
+    names = []
+    last = min(len(raw) - TEXT_PAGE_BYTES + 1, NAMES_MAX * TEXT_PAGE_BYTES)
+    for at in range(0, last, TEXT_PAGE_BYTES):
+        page = raw[at : at + TEXT_PAGE_BYTES]
+        digest = hashlib.blake2b(digest + page, digest_size=16).digest()
+        names.append(int.from_bytes(digest[:_NAME_BYTES], "big", signed=True))
+    return names

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prefill server computes a prompt: the one that is expected to have its first token first.
+Pure: the time and chance are handed in.
+
+The expectation is what the server has still to compute before, and what it has to compute of this
+prompt, where its cache does not have it. How long that takes is fitted from what it took before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from random import Random
+from statistics import median
+from typing import Final, NamedTuple
+
+import msgspec
+
+from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.known import KnownPages, first_of
+from sglang_mooncake.router.kv_events import EventStream
+from sglang_mooncake.router.pages import token_names
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import Told
+
+__all__ = [
+    "REASONS",
+    "Choice",
+    "Expected",
+    "Figures",
+    "Look",
+    "Placed",
+    "PrefillView",
+    "best",
+    "expect",
+    "place",
+]
+
+#: Expectations that differ by less count as equal: they are not as exact.
+TIE: Final = 0.02
+#: Of so many last requests the errors of the expectation are kept.
+ERRORS_KEPT: Final = 256
+#: Some tens of MB for each server.
+PAGES_MAX: Final = 1 << 18
+#: Why a server was chosen: it was the only one; its cache has more of the prompt than others'; that
+#: of another has more, and the wait there would be longer; the caches have the same.
+REASONS: Final = ("only", "cache", "queue", "load")
+
+
+class Look:
+    """A prompt as its caches are looked up."""
+
+    def __init__(
+        self,
+        names: Sequence[int],
+        page_tokens: float,
+        tokens: float,
+        *,
+        text_bytes: int = 0,
+        prompt: Sequence[int] | None = None,
+        seed: bytes = b"",
+        cached_max: int | None = None,
+    ) -> None:
+        """``names`` are those of pages that stand for ``page_tokens`` tokens each; there are
+        ``tokens`` in all, as far as it is known. ``text_bytes``: length of a prompt that is text.
+        ``prompt``: the tokens of one that servers' events name, whose first name follows from
+        ``seed``. ``cached_max``: so many tokens may come out of a cache; None is all, but for the
+        last one, which is computed always."""
+        self.names, self.page_tokens, self.tokens = names, page_tokens, tokens
+        self.cached_max = max(
+            0.0, tokens - 1 if cached_max is None else min(cached_max, tokens - 1)
+        )
+        self.text_bytes = text_bytes
+        self._prompt, self._seed = prompt, seed
+        self._events: dict[int, list[int]] = {}
+
+    def event_names(self, page_size: int) -> Sequence[int] | None:
+        """The names of its pages in the events of a server with such pages; None if they cannot be
+        known."""
+        if self._prompt is None:
+            return None
+        if page_size not in self._events:
+            self._events[page_size] = token_names(self._prompt, page_size, self._seed)
+        return self._events[page_size]
+
+
+class Figures(NamedTuple):
+    """What is known of a server for one prompt."""
+
+    #: What is left of the work that it has been sent before.
+    queue_s: float
+    fixed_s: float
+    token_s: float
+    #: Tokens of the prompt that its cache has.
+    hit_tokens: float
+    #: Requests that it has been sent and that have not ended.
+    under_way: int
+
+
+class Expected(NamedTuple):
+    """When the prompt's first token is expected, and of that what the prompt itself takes."""
+
+    first_s: float
+    work_s: float
+
+
+def expect(tokens: float, figures: Figures) -> Expected:
+    """For a prompt of so many tokens."""
+    work_s = figures.fixed_s + max(0.0, tokens - figures.hit_tokens) * figures.token_s
+    return Expected(figures.queue_s + work_s, work_s)
+
+
+def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
+    """The index of the one with the earliest first token; of those that are as early the one with
+    the fewest requests under way, and of these any."""
+    firsts = [expect(tokens, one).first_s for one in candidates]
+    limit = min(firsts) * (1 + TIE)
+    ties = [at for at, first_s in enumerate(firsts) if first_s <= limit]
+    fewest = min(candidates[at].under_way for at in ties)
+    return random.choice([at for at in ties if candidates[at].under_way == fewest])
+
+
+class Placed:
+    """A prompt that a server has been sent."""
+
+    __slots__ = ("expected", "hit_tokens", "look", "sent_s")
+
+    def __init__(self, look: Look, expected: Expected, hit_tokens: float, sent_s: float) -> None:
+        self.look, self.expected = look, expected
+        self.hit_tokens, self.sent_s = hit_tokens, sent_s
+
+
+class ViewCounts(msgspec.Struct):
+    """Of prompts whose prefill has ended, and of which the server has told."""
+
+    #: Times from the request to the end of the prefill.
+    expected_s: float = 0.0
+    measured_s: float = 0.0
+    #: Tokens that its cache was expected to have.
+    expected_hits: float = 0.0
+    #: Prompts of which its cache had a page less than expected, or even less.
+    missed: int = 0
+
+
+class PrefillView:
+    """What the router knows of one prefill server: its cache, its queue, its speed. ``ended`` is
+    called once for each ``send``."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.counts = ViewCounts()
+        self.fit = WorkFit()
+        self._sent = KnownPages(PAGES_MAX)
+        #: By name, how many prompts of the queue have the page.
+        self._queued: Counter[int] = Counter()
+        self._events: EventStream | None = None
+        self._event_page = 0
+        self._ills = server.counts.ills
+        self._queue: deque[Placed] = deque()
+        #: When the server has ended the one before the first of the queue.
+        self._ended_s = -math.inf
+        self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
+
+    def figures(self, look: Look, now_s: float) -> Figures:
+        """For one prompt."""
+        self._forget_former()
+        hit_tokens = min(look.cached_max, self._hit_tokens(look, now_s))
+        fit, under_way = self.fit, self.server.under_way
+        return Figures(self.queue_s(now_s), fit.fixed_s, fit.token_s, hit_tokens, under_way)
+
+    def follow(self, events: EventStream | None, page_size: int) -> None:
+        """The server tells of its pages by itself, each of so many tokens; None: no more."""
+        self._events, self._event_page = events, page_size
+
+    @property
+    def events(self) -> EventStream | None:
+        """What the server tells of its pages, if it does."""
+        return self._events
+
+    @property
+    def event_page(self) -> int:
+        """How many tokens a page has that the server tells of."""
+        return self._event_page
+
+    def _hit_tokens(self, look: Look, now_s: float) -> float:
+        """By the server's events while they come; else by what it was sent."""
+        if self._events is not None and self._events.state(now_s) == "live":
+            names = look.event_names(self._event_page)
+            if names is not None:
+                stored = self._events.first_of(names) * self._event_page
+                queued = first_of(self._queued, look.names) * look.page_tokens
+                return max(stored, queued)
+        return self._sent.first_of(look.names) * look.page_tokens
+
+    def queue_s(self, now_s: float) -> float:
+        """What is left of the work that it has been sent. Of the first prompt what has passed is
+        done, and not more than all of it."""
+        if not self._queue:
+            return 0.0
+        first = self._queue[0]
+        done_s = now_s - max(first.sent_s, self._ended_s)
+        whole_s = sum(one.expected.work_s for one in self._queue)
+        return max(0.0, whole_s - min(done_s, first.expected.work_s))
+
+    def send(self, look: Look, figures: Figures, now_s: float) -> Placed:
+        """The server is sent the prompt."""
+        placed = Placed(look, expect(look.tokens, figures), figures.hit_tokens, now_s)
+        self._queue.append(placed)
+        self._queued.update(look.names)
+        self._sent.add(look.names)
+        return placed
+
+    def ended(self, placed: Placed, now_s: float, told: Told | None) -> None:
+        """Its prefill has ended; ``told`` by the server, None if it has failed."""
+        begun_s = max(placed.sent_s, self._ended_s)
+        self._queue.remove(placed)
+        for name in placed.look.names:
+            self._queued[name] -= 1
+            if not self._queued[name]:
+                del self._queued[name]
+        self._ended_s = now_s
+        if told is not None:
+            self._learn(placed, told, now_s, begun_s)
+
+    def _learn(self, placed: Placed, told: Told, now_s: float, begun_s: float) -> None:
+        took_s = now_s - placed.sent_s
+        self.counts.expected_s += placed.expected.first_s
+        self.counts.measured_s += took_s
+        if took_s > 0.0:
+            self._errors.append(abs(placed.expected.first_s - took_s) / took_s)
+        tokens, hits = placed.look.tokens, placed.hit_tokens
+        if told.prompt_tokens is not None:
+            tokens = told.prompt_tokens
+        if told.cached_tokens is not None:
+            if self._events is not None:
+                page = self._event_page
+                if tokens // page > told.cached_tokens // page:
+                    self._events.expect(placed.sent_s, now_s)
+            self.counts.expected_hits += hits
+            # The page of the last token is computed, too.
+            self.counts.missed += told.cached_tokens < hits - placed.look.page_tokens
+            hits = told.cached_tokens
+        self.fit.learn(max(0.0, tokens - hits), now_s - begun_s)
+
+    def forget(self) -> None:
+        """Its cache is empty. Where events come, they tell."""
+        self._sent.clear()
+
+    def _forget_former(self) -> None:
+        """A server that has been ill may be another process by now."""
+        if self.server.counts.ills != self._ills:
+            self._ills = self.server.counts.ills
+            self.forget()
+
+    @property
+    def median_error(self) -> float | None:
+        """Of the last expected times to the end of the prefill, as parts of the measured ones."""
+        return median(self._errors) if self._errors else None
+
+
+class Choice(NamedTuple):
+    """``reason``: one of ``REASONS``."""
+
+    view: PrefillView
+    figures: Figures
+    expected: Expected
+    reason: str
+
+    def late_by_s(self, limit_s: float | None) -> float:
+        """How long after the limit the first token is expected, because of prompts before it; 0 if
+        it is not. A prompt that is late by itself is not counted as such: else a server that was
+        once taken for slow would be asked no more, and never be seen to be faster."""
+        if limit_s is None or self.figures.queue_s == 0.0:
+            return 0.0
+        return max(0.0, self.expected.first_s - limit_s)
+
+
+def place(look: Look, views: Sequence[PrefillView], now_s: float, random: Random) -> Choice:
+    """The server for the prompt, out of one at least."""
+    figures = [view.figures(look, now_s) for view in views]
+    at = best(look.tokens, figures, random)
+    hits = [one.hit_tokens for one in figures]
+    if len(views) == 1:
+        reason = "only"
+    elif hits[at] < max(hits):
+        reason = "queue"
+    else:
+        reason = "cache" if hits[at] > min(hits) else "load"
+    return Choice(views[at], figures[at], expect(look.tokens, figures[at]), reason)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router knows of caches, for other routers: `POST /query` and `POST /query_by_hash` in
+the form of Mooncake's RFC 1403, which other indexers of KV caches answer as well.
+
+The answer has the servers whose KV events are followed. What a router itself has sent where, it
+knows best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from sglang_mooncake.router.pages import seed_of, token_names
+from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import RequestError
+
+__all__ = ["HashQuery", "Querying", "TokenQuery", "matches"]
+
+#: The only tenant: the router does not tell any apart.
+TENANT: Final = "default"
+#: Media that are there in every answer, and how SGLang's events call one of them.
+_MEDIA: Final = ("GPU", "CPU", "DISK")
+_RENAMED: Final = {"CPU_PINNED": "CPU"}
+
+_Query = TypeVar("_Query", bound="_Asked")
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    """``block_size``: servers with other pages are left out; None leaves none out."""
+
+    model: str | None = None
+    lora_name: str | None = None
+    tenant_id: str = TENANT
+    instance_id: str | None = None
+    block_size: int | None = None
+
+
+class TokenQuery(_Asked):
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class HashQuery(_Asked):
+    """The names are those of SGLang's events."""
+
+    seq_hashes: list[int] = msgspec.field(default_factory=list)
+    block_hash: list[int] = msgspec.field(default_factory=list)
+
+
+def matches(
+    views: Mapping[Server, PrefillView], query: TokenQuery | HashQuery, now_s: float
+) -> dict[str, dict[str, Any]]:
+    """By tenant and by the server's URL, how many tokens of the prompt's beginning its cache has,
+    on any medium and on each."""
+    found = {}
+    for server, view in views.items():
+        stream, page = view.events, view.event_page
+        if stream is None or stream.state(now_s) != "live":
+            continue
+        if query.instance_id not in (None, server.url) or query.block_size not in (None, page):
+            continue
+        # What an adapter has computed is named by secrets of the server's.
+        names = () if query.lora_name else _names(query, page)
+        longest = stream.first_of(names) * page
+        on = {_RENAMED.get(one, one): count for one, count in stream.by_medium(names).items()}
+        told = {medium: on.get(medium, 0) * page for medium in (*_MEDIA, *sorted(on))}
+        found[server.url] = {"longest_matched": longest, "DP": {"0": longest}, **told}
+    return {TENANT: found if query.tenant_id == TENANT else {}}
+
+
+def _names(query: TokenQuery | HashQuery, page: int) -> Sequence[int]:
+    if isinstance(query, HashQuery):
+        return query.seq_hashes or query.block_hash
+    return token_names(query.token_ids, page, seed_of(query.cache_salt))
+
+
+class Querying:
+    """The routes."""
+
+    def __init__(self, views: Mapping[Server, PrefillView], clock: Callable[[], float]) -> None:
+        self._views, self._clock = views, clock
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/query", self.by_tokens),
+            web.post("/query_by_hash", self.by_names),
+        ]
+
+    async def by_tokens(self, request: web.Request) -> web.Response:
+        return self._answer(await _decoded(request, TokenQuery))
+
+    async def by_names(self, request: web.Request) -> web.Response:
+        return self._answer(await _decoded(request, HashQuery))
+
+    def _answer(self, query: TokenQuery | HashQuery) -> web.Response:
+        return web.json_response(matches(self._views, query, self._clock()))
+
+
+async def _decoded(request: web.Request, kind: type[_Query]) -> _Query:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"{request.path}: {error}") from error

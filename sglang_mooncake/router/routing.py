@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's request from its arrival to its answer: a pair is chosen, and another one if the first
+fails before the client was told anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from random import Random
+from typing import Final, NamedTuple
+
+from aiohttp import web
+
+from bootstrap_server.admission.refusals import Pace
+from bootstrap_server.decoding import excerpt
+from sglang_mooncake.router.choice import Chooser
+from sglang_mooncake.router.failing import Failed
+from sglang_mooncake.router.forwarding import (
+    Ask,
+    Course,
+    Forwarder,
+    Pair,
+    request_headers,
+)
+from sglang_mooncake.router.looking import Looker
+from sglang_mooncake.router.metrics import Counts
+from sglang_mooncake.router.options import CACHE_AWARE, Options
+from sglang_mooncake.router.placement import Look, Placed, PrefillView, place
+from sglang_mooncake.router.servers import ROLES, Role, Server, Servers
+from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of
+
+__all__ = ["Routing", "error_response", "note_answer", "note_failure"]
+
+logger = logging.getLogger(__name__)
+
+#: What a client that is refused shall wait for, in seconds.
+RETRY_AFTER_S: Final = 1
+#: A server that has just started is known to be well after the next probe of one that is ill.
+WELL_SOON_S: Final = 2.0
+LOOK_AGAIN_S: Final = 0.1
+#: Failed requests that are logged one by one before their rate is bounded.
+LINES_AT_ONCE: Final = 16
+#: The content of an error answer that the router gives by itself.
+_KIND: Final = "router_error"
+
+
+class Routing:
+    """Answers requests. ``random`` chooses servers and rooms."""
+
+    def __init__(
+        self,
+        options: Options,
+        servers: Servers,
+        forwarder: Forwarder,
+        counts: Counts,
+        random: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options, self._servers, self._forwarder = options, servers, forwarder
+        self._counts, self._random, self._clock = counts, random, clock
+        self._views = {server: PrefillView(server) for server in servers.of("prefill")}
+        self._looker = Looker()
+        policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
+        self._choosers: dict[Role, Chooser] = {
+            role: Chooser(policies[role], random) for role in ROLES
+        }
+        self._pace = Pace(burst=LINES_AT_ONCE)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """To a request that a prefill and a decode server answer together."""
+        most = self._options.max_requests
+        if most is not None and self._counts.under_way >= most:
+            self._counts.ended["refused"] += 1
+            return error_response(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{most} requests are under way already (--max-concurrent-requests)",
+            )
+        self._counts.under_way += 1
+        end = "failed"
+        try:
+            response, end = await self._answered(request)
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            end = "client left"
+            raise
+        finally:
+            self._counts.under_way -= 1
+            self._counts.ended[end] += 1
+
+    async def _answered(self, request: web.Request) -> tuple[web.StreamResponse, str]:
+        """The answer, and how the request has ended (``metrics.ENDS``)."""
+        try:
+            body = body_of(await request.read())
+        except RequestError as error:
+            return error_response(HTTPStatus.BAD_REQUEST, str(error)), "bad request"
+        ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
+        look = self._look(ask)
+        failed: Failed | None = None
+        avoided: tuple[Server, ...] = ()
+        left = 1 + self._options.retries
+        while left > 0:
+            chosen = await self._choose_soon(look, avoided)
+            if isinstance(chosen, str):
+                break
+            if isinstance(chosen, _Late):
+                return self._too_late(chosen), "refused"
+            self._counts.retries += failed is not None
+            course = Course(partial(self._prefilled, chosen))
+            try:
+                response = await self._attempt(ask, chosen.pair, request, course)
+            except Failed as error:
+                failed = error
+                self._note(error)
+                if not error.may_retry:
+                    break
+                # Neither may know yet which of the two is to blame for a failed hand-over.
+                avoided = (*avoided, *chosen.pair)
+                left -= self._counts_as_attempt(error, avoided)
+            else:
+                self._learn(chosen.pair, course)
+                return response, "answered" if course.stopped is None else "stopped"
+        if failed is None:
+            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(chosen)), "failed"
+        return _failure(failed), "failed"
+
+    def _too_late(self, late: _Late) -> web.Response:
+        sentence = (
+            f"the first token is expected {late.by_s:.2g} s after the limit of"
+            f" {self._options.ttft_max_s:g} s (--max-ttft-secs), because of those before it"
+        )
+        return error_response(HTTPStatus.TOO_MANY_REQUESTS, sentence, math.ceil(late.by_s))
+
+    async def _attempt(
+        self, ask: Ask, pair: Pair, request: web.Request, course: Course
+    ) -> web.StreamResponse:
+        for server in pair:
+            server.under_way += 1
+            server.counts.chosen += 1
+        try:
+            room = self._random.getrandbits(ROOM_BITS)
+            return await self._forwarder.attempt(ask, pair, room, request, course)
+        finally:
+            pair.decode.under_way -= 1  # The prefill server's part is over earlier.
+
+    def _learn(self, pair: Pair, course: Course) -> None:
+        """From an attempt that was answered."""
+        for server in pair:
+            note_answer(server)
+        if course.stopped is not None:
+            self._say(course.stopped)
+            pair.decode.failed(course.stopped, self._clock(), self._options.health_failures)
+        if course.first_s is not None:
+            self._counts.firsts += 1
+            self._counts.first_s += course.first_s
+
+    def _note(self, failed: Failed) -> None:
+        """An attempt has failed."""
+        server = failed.server
+        self._counts.failed[server.role, failed.kind] += 1
+        self._say(str(failed))
+        if failed.kind == "answered":
+            note_answer(server)
+            return
+        most = 1 if failed.kind == "unreachable" else self._options.health_failures
+        note_failure(server, failed.sentence, self._clock(), most)
+
+    def _say(self, sentence: str) -> None:
+        """To the log, at a bounded rate: what servers answer clients can bring about."""
+        left_out = self._pace.left_out()
+        if left_out is not None:
+            more = f" ({left_out} earlier failures were not logged)" if left_out else ""
+            logger.warning("a request has failed: %s%s", excerpt(sentence), more)
+
+    def _look(self, ask: Ask) -> Look | None:
+        """The prompt's pages, where the choice is by caches."""
+        if self._options.prefill_policy != CACHE_AWARE:
+            return None
+        return self._looker.look(ask.body, ask.path)
+
+    async def _choose_soon(
+        self, look: Look | None, avoided: Collection[Server]
+    ) -> _Chosen | _Late | str:
+        """As ``_choose``; where no server is well it waits for one that is about to be."""
+        until_s = self._clock() + WELL_SOON_S
+        while isinstance(chosen := self._choose(look, avoided), str) and self._clock() < until_s:
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return chosen
+
+    def _counts_as_attempt(self, failed: Failed, avoided: Sequence[Server]) -> bool:
+        """A server that could not be reached has not had the request, and is ill now; so where
+        requests are tried again, that does not count, as often as there are servers."""
+        is_unreachable = failed.kind == "unreachable" and self._options.retries > 0
+        return not is_unreachable or len(avoided) > 2 * len(self._servers.all())
+
+    def _choose(self, look: Look | None, avoided: Collection[Server]) -> _Chosen | _Late | str:
+        """A pair without servers that have just failed, ``avoided``, where there are others; or
+        why there is none. A request that has failed once is not refused for being late."""
+        usable = {role: self._servers.usable(role, avoided) for role in ROLES}
+        for role in ROLES:
+            if not usable[role]:
+                return self._servers.nobody(role)
+        decode = self._choosers["decode"].choose(usable["decode"])
+        if look is None:
+            prefill = self._choosers["prefill"].choose(usable["prefill"])
+            return _Chosen(Pair(prefill, decode))
+        now_s = self._clock()
+        views = [self._views[server] for server in usable["prefill"]]
+        choice = place(look, views, now_s, self._random)
+        late_by_s = choice.late_by_s(self._options.ttft_max_s)
+        if late_by_s > 0.0 and not avoided:
+            return _Late(late_by_s)
+        self._counts.choices[choice.reason] += 1
+        placed = choice.view.send(look, choice.figures, now_s)
+        return _Chosen(Pair(choice.view.server, decode), placed)
+
+    def _prefilled(self, chosen: _Chosen, told: Told | None) -> None:
+        """A prefill has ended, with what the server told of it, or has failed."""
+        server, placed = chosen.pair.prefill, chosen.placed
+        server.under_way -= 1
+        if placed is not None:
+            self._views[server].ended(placed, self._clock(), told)
+        if told is None or told.prompt_tokens is None:
+            return
+        if placed is not None:
+            self._looker.learn(placed.look, told.prompt_tokens)
+        if told.cached_tokens is not None:
+            server.counts.prompt_tokens += told.prompt_tokens
+            server.counts.cached_tokens += told.cached_tokens
+
+    def forget_caches(self) -> None:
+        """The servers' caches were flushed."""
+        for view in self._views.values():
+            view.forget()
+
+    @property
+    def views(self) -> Mapping[Server, PrefillView]:
+        """What is known of each prefill server."""
+        return self._views
+
+
+class _Chosen(NamedTuple):
+    """A pair for an attempt, and the prompt in the prefill server's queue, if that is kept."""
+
+    pair: Pair
+    placed: Placed | None = None
+
+
+class _Late(NamedTuple):
+    """The request is not to be served: its first token is expected so long after the limit."""
+
+    by_s: float
+
+
+def note_answer(server: Server) -> None:
+    """A server has answered, whatever it said."""
+    if server.answered():
+        logger.info("%s is well again", server)
+
+
+def note_failure(server: Server, why: str, now_s: float, failures_max: int) -> None:
+    """A server has not answered."""
+    if server.failed(why, now_s, failures_max):
+        logger.warning("%s is ill and gets no requests until it answers: %s", server, why)
+
+
+def error_response(status: int, sentence: str, retry_after_s: int = RETRY_AFTER_S) -> web.Response:
+    """An error that the router itself tells, in SGLang's form."""
+    error = {"message": sentence, "type": _KIND, "code": int(status)}
+    response = web.json_response({"error": error, "object": "error"}, status=status)
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        response.headers["Retry-After"] = str(retry_after_s)
+    return response
+
+
+def _failure(failed: Failed) -> web.Response:
+    """What the client is told of the last attempt: a server's own words, where it has said any."""
+    if failed.body is None:
+        return error_response(failed.status, str(failed))
+    return web.Response(body=failed.body, status=failed.status, content_type="application/json")

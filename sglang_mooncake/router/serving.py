@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-mooncake router`` as a process: listens, serves until it is told to end, and lets what
+is under way come to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from random import SystemRandom
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from bootstrap_server.admission.refusals import http_logger
+from sglang_mooncake.router.app import make_app, servers_of
+from sglang_mooncake.router.options import Options
+
+__all__ = ["serve"]
+
+logger = logging.getLogger(__name__)
+
+#: A thousand clients may ask at the same moment.
+BACKLOG: Final = 1024
+#: Answers that are under way when the router is told to end have so long to come to their end.
+SHUTDOWN_S: Final = 30.0
+#: Clients keep a connection open between requests; most of their libraries give it up before.
+KEEPALIVE_S: Final = 75.0
+EXIT_CANNOT_LISTEN: Final = 1
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(options: Options) -> int:
+    """Serves until SIGINT or SIGTERM; the exit status."""
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for name in options.without_effect:
+        logger.warning("%s changes nothing in this router", name)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options))
+
+
+async def _serve(options: Options) -> int:
+    stop = asyncio.Event()
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    app = await make_app(options, servers_of(options), SystemRandom())
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=http_logger("sglang_mooncake.router.http"),
+        handler_cancellation=True,  # A client that leaves ends its request on both servers.
+        shutdown_timeout=SHUTDOWN_S,
+        keepalive_timeout=KEEPALIVE_S,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            sys.stderr.write(
+                f"sglang-mooncake router: cannot listen on {options.host} port {options.port}"
+                f" (--host, --port): {error.strerror or error}\n"
+            )
+            return EXIT_CANNOT_LISTEN
+        (host, port, *_) = runner.addresses[0]
+        logger.info("the router listens on %s port %d", host, port)
+        await stop.wait()
+        logger.info("the router ends; requests under way have %g s", SHUTDOWN_S)
+    finally:
+        await runner.cleanup()
+    return 0

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers as the router knows them, for programs and for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_mooncake.router.kv_events import EventStream
+from sglang_mooncake.router.metrics import Counts
+from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.servers import ROLES, Server, Servers
+
+__all__ = ["as_json", "as_text"]
+
+
+def as_json(
+    counts: Counts, servers: Servers, views: Mapping[Server, PrefillView], now_s: float
+) -> dict[str, Any]:
+    """The answer to ``GET /v1/router``. Times are in seconds."""
+    return {
+        "requests": counts.under_way,
+        "ended": dict(sorted(counts.ended.items())),
+        "retries": counts.retries,
+        "choices": dict(sorted(counts.choices.items())),
+        "servers": {
+            role: [_server(one, views.get(one), now_s) for one in servers.of(role)]
+            for role in ROLES
+        },
+    }
+
+
+def _server(server: Server, view: PrefillView | None, now_s: float) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "url": server.url,
+        "is_well": server.is_well,
+        "requests": server.under_way,
+        "chosen": server.counts.chosen,
+        "failures": server.counts.failed,
+    }
+    if server.role == "prefill":
+        found["bootstrap_port"] = server.bootstrap_port
+        found["prompt_tokens"] = server.counts.prompt_tokens
+        found["cached_tokens"] = server.counts.cached_tokens
+    if view is not None:
+        found["expected_cached_tokens"] = round(view.counts.expected_hits)
+        found["prefixes_missed"] = view.counts.missed
+        found["queue_s"] = view.queue_s(now_s)
+        found["fixed_s"], found["token_s"] = view.fit.fixed_s, view.fit.token_s
+        found["median_error"] = view.median_error
+        found["events"] = None if view.events is None else _events(view.events, now_s)
+    if not server.is_well:
+        found["ill_for_s"] = round(server.ill_for_s(now_s), 1)
+        found["why"] = server.why_ill
+    return found
+
+
+def _events(stream: EventStream, now_s: float) -> dict[str, Any]:
+    age_s = stream.age_s(now_s)
+    return {
+        "state": stream.state(now_s),
+        "age_s": None if age_s is None else round(age_s, 1),
+        "pages": len(stream),
+        "gaps": stream.gaps,
+        "losses": stream.losses,
+    }
+
+
+def as_text(status: dict[str, Any]) -> str:
+    """``as_json`` for people: a line for each server."""
+    ended = ", ".join(f"{count} {end}" for end, count in status["ended"].items()) or "none yet"
+    lines = [f"requests: {status['requests']} under way; ended: {ended}", ""]
+    for role, servers in status["servers"].items():
+        for one in servers:
+            health = "well" if one["is_well"] else f"ill for {one['ill_for_s']} s: {one['why']}"
+            lines.append(
+                f"{role:8}{one['url']:40} {one['requests']:6} under way {one['chosen']:9} chosen "
+                f"{one['failures']:6} failures  {health}"
+            )
+    return "\n".join([*lines, ""])

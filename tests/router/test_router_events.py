@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events: which pages a cache has, gaps, repetition, new processes, silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from router_world import World, answers, run, until
+
+from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
+from sglang_mooncake.router.pages import seed_of, token_names
+from sglang_mooncake.router.placement import Look, PrefillView
+from sglang_mooncake.router.querying import HashQuery, TokenQuery, matches
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import Told
+
+Event = dict[str, Any]
+
+
+def stored(*names: int, **more: Any) -> Event:
+    event = {"type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None}
+    return {**event, "token_ids": [1] * len(names), "block_size": 1, "lora_id": None, **more}
+
+
+def removed(*names: int, **more: Any) -> Event:
+    return {"type": "BlockRemoved", "block_hashes": list(names), **more}
+
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+
+
+def batch(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def has(stream: EventStream, *names: int) -> list[bool]:
+    return [stream.first_of([name]) == 1 for name in names]
+
+
+def test_pages_are_those_that_were_stored_and_not_removed() -> None:
+    stream = EventStream()
+    assert stream.state(0.0) == "waiting"
+    stream.take(0, batch(stored(1, -2, 3), removed(3)), 1.0)
+    assert has(stream, 1, -2, 3) == [True, True, False]
+    assert stream.first_of([1, -2, 3]) == 2
+    assert (stream.state(1.0), stream.age_s(3.0)) == ("live", 2.0)
+    stream.take(1, batch(CLEARED, stored(5)), 2.0)
+    assert has(stream, 1, 5) == [False, True]
+
+
+def test_a_page_is_there_until_no_medium_has_it() -> None:
+    stream = EventStream()
+    on_host = {"medium": "CPU_PINNED"}
+    stream.take(0, batch(stored(1, medium="GPU"), stored(1, **on_host), removed(1)), 0.0)
+    assert has(stream, 1) == [True]
+    stream.take(1, batch(removed(1, **on_host), removed(7)), 0.0)
+    assert has(stream, 1) == [False]
+
+
+def test_events_of_older_releases_are_arrays() -> None:
+    stream = EventStream()
+    old = ["BlockStored", [1, 2], None, [7, 8], 1, None, "GPU"]
+    salted = ["BlockStored", [3], 2, [9], 1, None, "GPU", {"cache_salt": "a"}]
+    stream.take(0, batch(old, salted, ["BlockRemoved", [2], "GPU"]), 0.0)
+    assert has(stream, 1, 2, 3) == [True, False, True]
+    stream.take(1, batch(["AllBlocksCleared"]), 0.0)
+    assert len(stream) == 0
+
+
+def test_what_cannot_be_read_leaves_nothing_known() -> None:
+    stream = EventStream()
+    stream.take(0, batch(stored(1)), 0.0)
+    stream.take(1, b"\xc1", 0.0)
+    assert (len(stream), stream.losses) == (0, 1)
+    stream.take(2, batch(stored(2)), 0.0)
+    assert has(stream, 2) == [True]
+
+
+@given(
+    gone=st.sets(st.integers(0, 9)),
+    kept_from=st.integers(0, 10),
+    events=st.lists(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=3), min_size=10, max_size=10
+    ),
+)
+def test_missed_batches_are_made_up_for_or_leave_nothing_wrong(
+    gone: set[int], kept_from: int, events: list[list[tuple[bool, int]]]
+) -> None:
+    """The server repeats its last batches alone. Whatever counts as known is there."""
+    batches = [
+        batch(*(stored(name) if is_stored else removed(name) for is_stored, name in one))
+        for one in events
+    ]
+    truth: set[int] = set()
+    stream = EventStream()
+    for number, payload in enumerate(batches):
+        for is_stored, name in events[number]:
+            (truth.add if is_stored else truth.discard)(name)
+        if number in gone:
+            continue
+        stream.take(number, payload, 0.0)
+        if (missing := stream.missing) is not None:
+            first = max(missing, kept_from)
+            stream.replayed([(n, batches[n]) for n in range(first, number + 1)])
+        assert stream.missing is None
+        known = {name for name in range(6) if stream.first_of([name])}
+        assert known <= truth
+        if not stream.losses:
+            assert known == truth
+
+
+def test_what_was_repeated_already_is_not_a_new_process() -> None:
+    stream = EventStream()
+    stream.replayed([(n, batch(stored(n))) for n in range(3)])
+    stream.take(1, batch(stored(1)), 0.0)
+    stream.take(2, batch(stored(2)), 0.0)
+    stream.take(3, batch(stored(3)), 0.0)
+    assert has(stream, 0, 1, 2, 3) == [True] * 4
+    stream.take(0, batch(stored(9)), 0.0)
+    assert has(stream, 0, 9) == [False, True], "a new process counts from 0"
+
+
+def test_a_new_process_whose_first_batches_were_missed_is_caught_up_with() -> None:
+    stream = EventStream()
+    for number in range(5):
+        stream.take(number, batch(stored(number)), 0.0)
+    stream.take(2, batch(stored(22)), 0.0)
+    assert stream.missing == 0
+    stream.replayed([(n, batch(stored(20 + n))) for n in range(3)])
+    assert has(stream, 4, 20, 21, 22) == [False, True, True, True]
+
+
+# --- silence ---
+
+
+def test_a_stream_is_silent_when_what_was_computed_is_not_told() -> None:
+    stream = EventStream()
+    stream.take(0, batch(stored(1)), 10.0)
+    stream.expect(9.0, 11.0)
+    assert stream.state(100.0) == "live", "an event has come since"
+    stream.expect(12.0, 13.0)
+    assert stream.state(13.0 + SILENCE_S / 2) == "live"
+    assert stream.state(13.0 + SILENCE_S) == "silent"
+    stream.take(1, batch(stored(2)), 20.0)
+    assert stream.state(20.0) == "live"
+
+
+PAGE = 4
+
+
+def look(tokens: Sequence[int]) -> Look:
+    return Look(token_names(tokens, 2), 2, len(tokens), prompt=tokens)
+
+
+def test_a_servers_events_are_believed_while_they_come() -> None:
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    prompt = look(range(16))
+    placed = view.send(prompt, view.figures(prompt, 0.0), 0.0)
+    view.follow(stream, PAGE)
+    names = token_names(range(16), PAGE)
+    stream.take(0, batch(stored(*names[:2])), 1.0)
+    assert view.figures(prompt, 1.0).hit_tokens == 15, "it is about to be there"
+    view.ended(placed, 1.5, Told(16, 0))
+    assert view.figures(prompt, 1.5).hit_tokens == 8
+    # Computed once more, and nothing is told of it.
+    placed = view.send(prompt, view.figures(prompt, 2.0), 2.0)
+    view.ended(placed, 3.0, Told(16, 0))
+    assert stream.state(3.0 + SILENCE_S) == "silent"
+    assert view.figures(prompt, 3.0 + SILENCE_S).hit_tokens == 15, "what it was sent"
+
+
+def test_events_say_nothing_of_prompts_that_they_do_not_name() -> None:
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    stream.take(0, batch(stored(1)), 0.0)
+    view.follow(stream, PAGE)
+    text = Look([1, 2], 10.0, 20.0, text_bytes=80)
+    view.ended(view.send(text, view.figures(text, 0.0), 0.0), 1.0, None)
+    assert view.figures(text, 1.0).hit_tokens == 19
+
+
+# --- for other routers ---
+
+
+def telling(page: int, *events: Event, url: str = "http://a:1") -> dict[Server, PrefillView]:
+    server = Server("prefill", url)
+    view, stream = PrefillView(server), EventStream()
+    stream.take(0, batch(*events), 0.0)
+    view.follow(stream, page)
+    return {server: view}
+
+
+NAMES = token_names(range(16), PAGE)
+SALTED = token_names(range(16), PAGE, seed_of("s"))
+TOLD = {
+    **telling(
+        PAGE,
+        stored(*NAMES[:3], medium="GPU"),
+        stored(*NAMES[1:], medium="CPU_PINNED"),
+        stored(NAMES[0], medium="EXTERNAL"),
+        stored(SALTED[0], medium="DISK"),
+    ),
+    **telling(8, CLEARED, url="http://b:1"),
+    Server("prefill", "http://c:1"): PrefillView(Server("prefill", "http://c:1")),
+}
+NOTHING = {"longest_matched": 0, "DP": {"0": 0}, "GPU": 0, "CPU": 0, "DISK": 0}
+AT_A = {"longest_matched": 16, "DP": {"0": 16}, "GPU": 12, "CPU": 0, "DISK": 0, "EXTERNAL": 4}
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({}, {"http://a:1": AT_A, "http://b:1": NOTHING}),
+        ({"block_size": 8}, {"http://b:1": NOTHING}),
+        ({"instance_id": "http://a:1"}, {"http://a:1": AT_A}),
+        ({"tenant_id": "other"}, {}),
+        (
+            {"block_size": PAGE, "cache_salt": "s"},
+            {
+                "http://a:1": {
+                    **NOTHING,
+                    "longest_matched": 4,
+                    "DP": {"0": 4},
+                    "DISK": 4,
+                    "EXTERNAL": 0,
+                }
+            },
+        ),
+        ({"block_size": PAGE, "lora_name": "x"}, {"http://a:1": {**NOTHING, "EXTERNAL": 0}}),
+    ],
+)
+def test_other_routers_are_told_which_caches_have_a_prompt(
+    query: dict[str, Any], found: dict[str, Any]
+) -> None:
+    asked = msgspec.convert({"model": "m", "token_ids": list(range(17)), **query}, TokenQuery)
+    assert matches(TOLD, asked, 0.0) == {"default": found}
+
+
+@pytest.mark.parametrize("name", ["seq_hashes", "block_hash"])
+def test_other_routers_may_name_pages_as_events_do(name: str) -> None:
+    asked = msgspec.convert({"instance_id": "http://a:1", name: NAMES}, HashQuery)
+    assert matches(TOLD, asked, 0.0) == {"default": {"http://a:1": AT_A}}
+
+
+# --- over sockets ---
+
+
+class Publisher:
+    """As SGLang's: publishes, and repeats what it is asked for."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.port = self._out.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self._batches: list[bytes] = []
+        self.asked: list[int] = []
+
+    async def publish(self, *events: Event, is_lost: bool = False) -> None:
+        number = len(self._batches)
+        self._batches.append(batch(*events))
+        if not is_lost:
+            await self._out.send_multipart([b"", number.to_bytes(8, "big"), self._batches[-1]])
+
+    async def repeat(self) -> None:
+        while True:
+            who, _, first = await self._replay.recv_multipart()
+            self.asked.append(int.from_bytes(first, "big"))
+            for number, payload in enumerate(self._batches):
+                if number >= self.asked[-1]:
+                    frames = [who, b"", b"", number.to_bytes(8, "big"), payload]
+                    await self._replay.send_multipart(frames)
+            await self._replay.send_multipart([who, b"", b"", b"\xff" * 8, b""])
+
+    def described(self, **more: Any) -> dict[str, Any]:
+        told = {"endpoint_port_base": self.port, "block_size": PAGE, "dp_size": 1, "topic": ""}
+        return {"kv_events": {**told, "replay_endpoint_port_base": self.replay_port, **more}}
+
+
+def test_events_are_followed_and_missed_ones_asked_for() -> None:
+    names = token_names(range(400), PAGE)
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        repeating = asyncio.create_task(publisher.repeat())
+        await publisher.publish(stored(*names[:50]))
+        try:
+            world = World(prefill=2, prefill_policy="cache_aware")
+            world.prefill[1].info = publisher.described()
+            async with world:
+                told = answers({"meta_info": {"prompt_tokens": 400, "cached_tokens": 0}})
+                for server in world.prefill:
+                    server.answer = told
+                stream = await followed(world, 1)
+                await until(lambda: len(stream) == 50)
+                assert publisher.asked == [0], "what was published before"
+                await heard(publisher, stream)
+                await publisher.publish(stored(*names[50:]), is_lost=True)
+                await publisher.publish(stored(1))
+                await until(lambda: stream.first_of(names) == 100)
+                assert len(publisher.asked) == 2
+                _, found = await world.ask("/query", token_ids=list(range(400)), block_size=PAGE)
+                assert found["default"][world.prefill[1].url]["longest_matched"] == 400
+                assert (await world.ask("/query", token_ids="x"))[0] == 400
+                await world.ask(input_ids=list(range(400)))
+                assert len(world.prefill[1].asked) == 1
+                _, text = await world.get("/metrics")
+                url = world.prefill[1].url
+                live = f'sglang_mooncake_router_event_gaps_total{{role="prefill",server="{url}"}} 1'
+                assert live in text.splitlines()
+        finally:
+            repeating.cancel()
+            await asyncio.gather(repeating, return_exceptions=True)
+            context.destroy(linger=0)
+
+    run(job())
+
+
+async def followed(world: World, at: int) -> EventStream:
+    """What the router hears of a prefill server."""
+    view = world.views[world.known(world.prefill[at])]
+    await until(lambda: view.events is not None)
+    assert view.events is not None
+    return view.events
+
+
+async def heard(publisher: Publisher, stream: EventStream) -> None:
+    """Publishes until the subscription has got through."""
+    before = stream.batches
+    while stream.age_s(0.0) is None:
+        await publisher.publish(stored(1))
+        await asyncio.sleep(0.01)
+    assert stream.batches > before
+
+
+@pytest.mark.parametrize(
+    "info", [{}, {"kv_events": None}, {"kv_events": {"dp_size": 2}}, {"kv_events": 7}], ids=str
+)
+def test_a_server_without_events_that_can_be_used_is_known_by_what_it_was_sent(
+    info: dict[str, Any],
+) -> None:
+    async def job() -> None:
+        world = World(prefill_policy="cache_aware")
+        if isinstance(info.get("kv_events"), dict):
+            info["kv_events"] |= {"endpoint_port_base": 1, "block_size": 1}
+        world.prefill[0].info = info
+        async with world:
+            await until(lambda: "/server_info" in [path for path, _ in world.prefill[0].others])
+            assert (await world.ask(input_ids=[1]))[0] == 200
+            assert world.views[world.known(world.prefill[0])].events is None
+
+    run(job())

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a prompt's cache is, how long its first token takes, and who is chosen by that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.known import KnownPages
+from sglang_mooncake.router.looking import PAGE_TOKENS, Looker
+from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, seed_of, text_names, token_names
+from sglang_mooncake.router.placement import (
+    Figures,
+    Look,
+    PrefillView,
+    best,
+    expect,
+    place,
+)
+from sglang_mooncake.router.prompts import cached_max, prompt_of
+from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, Body, Told, body_of
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+
+
+def body(**members: object) -> Body:
+    return body_of(json.dumps(members).encode())
+
+
+# --- names ---
+
+
+def test_names_of_tokens_are_a_chain_of_digests() -> None:
+    tokens = list(range(7))
+    first = hashlib.sha256(struct.pack("<3I", 0, 1, 2)).digest()
+    second = hashlib.sha256(first + struct.pack("<3I", 3, 4, 5)).digest()
+    expected = [struct.unpack(">q", one[:8])[0] for one in (first, second)]
+    assert token_names(tokens, 3) == expected
+
+
+@given(one=TOKENS, other=TOKENS, page_size=st.integers(1, 8))
+def test_prompts_have_as_many_names_in_common_as_pages(
+    one: list[int], other: list[int], page_size: int
+) -> None:
+    same = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    names, others = token_names(one, page_size), token_names(other, page_size)
+    known = KnownPages(1000)
+    known.add(names)
+    assert len(names) == len(one) // page_size
+    assert known.first_of(others) == same // page_size
+
+
+def test_tokens_that_are_none_have_no_names() -> None:
+    assert token_names([1, -1], 1) == token_names([2**32], 1) == []
+
+
+def test_texts_that_begin_alike_have_names_in_common() -> None:
+    text = "ä" * TEXT_PAGE_BYTES
+    assert len(text_names(text)) == 2
+    assert text_names(text)[:1] == text_names(text[: TEXT_PAGE_BYTES // 2] + "b" * 500)[:1]
+    assert text_names("short") == []
+    assert len(text_names("\ud800" * TEXT_PAGE_BYTES)) == 3, "half of a pair is no error"
+
+
+def test_requests_that_share_no_cache_share_no_names() -> None:
+    looker = Looker()
+    asks: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"lora_path": "a"},
+        {"lora_path": "a", "cache_salt": "a"},
+        {"image_data": ["a"]},
+    ]
+    prompt = list(range(PAGE_TOKENS))
+    looks = [looker.look(body(input_ids=prompt, **more), GENERATE) for more in asks]
+    assert len({tuple(look.names) for look in looks}) == len(asks)
+    assert looks[0].names == token_names(prompt, PAGE_TOKENS)
+    assert looks[1].names == token_names(prompt, PAGE_TOKENS, seed_of("a"))
+
+
+# --- prompts ---
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "prompt"),
+    [
+        (GENERATE, {"text": "a"}, "a"),
+        (GENERATE, {"text": ["a", "b"]}, "a"),
+        (GENERATE, {"text": None, "input_ids": [1, 2]}, (1, 2)),
+        (GENERATE, {"input_ids": [[1, 2], [3]]}, (1, 2)),
+        (GENERATE, {"input_ids": ["x"]}, "x"),
+        (GENERATE, {"input_embeds": [[0.5]]}, None),
+        (GENERATE, {"text": 7}, None),
+        (COMPLETIONS, {"prompt": "a"}, "a"),
+        (COMPLETIONS, {"prompt": [1, 2]}, (1, 2)),
+        (COMPLETIONS, {"prompt": []}, ()),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}, "user\na"),
+        (CHAT, {"messages": "nonsense"}, None),
+        (CHAT, {}, None),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "text": "s"}]},
+                    {"role": "user", "content": [{"type": "image_url"}]},
+                    {"role": "user", "content": "b"},
+                ]
+            },
+            "system\ns",
+        ),
+    ],
+)
+def test_the_prompt_of_a_request(path: str, members: dict[str, Any], prompt: object) -> None:
+    assert prompt_of(body(**members), path) == prompt
+
+
+@pytest.mark.parametrize(
+    ("members", "most"),
+    [
+        ({}, None),
+        ({"return_logprob": True}, None),
+        ({"return_logprob": True, "logprob_start_len": -1}, None),
+        ({"return_logprob": True, "logprob_start_len": 7}, 7),
+        ({"return_logprob": False, "logprob_start_len": 7}, None),
+        ({"return_logprob": [True, True], "logprob_start_len": [9, 3]}, 3),
+        ({"return_logprob": True, "logprob_start_len": "x"}, None),
+    ],
+)
+def test_log_probabilities_of_a_prompt_are_computed(
+    members: dict[str, Any], most: int | None
+) -> None:
+    assert cached_max(body(**members), GENERATE) == most
+    prompt = [1] * 100
+    looked = Looker().look(body(input_ids=prompt, **members), GENERATE)
+    assert looked.cached_max == (99 if most is None else most)
+
+
+def test_a_conversation_begins_as_it_did_a_turn_before() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    shorter = prompt_of(body(messages=messages[:1], tools=[]), CHAT)
+    longer = prompt_of(body(messages=messages, tools=[]), CHAT)
+    assert isinstance(shorter, str)
+    assert isinstance(longer, str)
+    assert longer.startswith(shorter)
+
+
+def test_how_many_tokens_a_text_has_is_learnt() -> None:
+    looker = Looker()
+    text = "a" * 1000
+    for _ in range(300):
+        looker.learn(looker.look(body(text=text), GENERATE), 500)
+    look = looker.look(body(text=text), GENERATE)
+    assert look.tokens == pytest.approx(500, rel=0.01)
+    assert look.page_tokens * len(look.names) == pytest.approx(384, rel=0.01)
+    looker.learn(looker.look(body(input_ids=[1] * 16), GENERATE), 10**9)
+    assert looker.look(body(text=text), GENERATE).tokens == pytest.approx(500, rel=0.01)
+
+
+# --- what is known ---
+
+
+def test_the_ends_of_old_prompts_are_forgotten_first() -> None:
+    known = KnownPages(4)
+    known.add([1, 2, 3])
+    known.add([1, 2, 4])
+    known.add([5])
+    assert known.first_of([1, 2, 4]) == 2 + 1
+    assert known.first_of([1, 2, 3]) == 2
+    known.add([6, 7, 8, 9, 10])
+    assert len(known) == 4
+    assert known.first_of([6, 7, 8, 9, 10]) == 4
+    known.clear()
+    assert len(known) == 0
+
+
+# --- the fit ---
+
+
+@given(
+    fixed_ms=st.integers(0, 500),
+    token_us=st.integers(1, 1000),
+    tokens=st.lists(st.integers(1, 20_000), min_size=5, max_size=40),
+)
+def test_a_line_is_found_again(fixed_ms: int, token_us: int, tokens: list[int]) -> None:
+    fit = WorkFit()
+    for count in tokens:
+        fit.learn(count, fixed_ms / 1e3 + count * token_us / 1e6)
+    for count in tokens:
+        took_s = fixed_ms / 1e3 + count * token_us / 1e6
+        assert fit.work_s(count) == pytest.approx(took_s, rel=0.02, abs=1e-3)
+
+
+@given(points=st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 10)), max_size=30))
+def test_a_fit_is_never_negative(points: list[tuple[int, float]]) -> None:
+    fit = WorkFit()
+    for tokens, took_s in points:
+        fit.learn(tokens, took_s)
+        assert fit.fixed_s >= 0.0
+        assert fit.token_s >= 0.0
+
+
+def test_a_server_that_has_become_slower_is_seen_to_be() -> None:
+    fit = WorkFit()
+    for took_s in [0.1] * 100 + [0.3] * 300:
+        fit.learn(1000, took_s)
+    assert fit.work_s(1000) == pytest.approx(0.3, rel=0.05)
+
+
+# --- the choice ---
+
+
+def figures(**more: Any) -> Figures:
+    usual = {"queue_s": 0.0, "fixed_s": 0.1, "token_s": 0.001, "hit_tokens": 0.0, "under_way": 0}
+    return Figures(**{**usual, **more})
+
+
+def test_the_first_token_is_expected_after_the_queue_and_what_is_missing() -> None:
+    expected = expect(1000, figures(queue_s=2.0, hit_tokens=600))
+    assert expected.first_s == pytest.approx(2.5)
+    assert expected.work_s == pytest.approx(0.5)
+    assert expect(10, figures(hit_tokens=16)).work_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "index"),
+    [
+        ([figures(), figures(hit_tokens=500)], 1),
+        ([figures(), figures(hit_tokens=500, queue_s=0.6)], 0),
+        ([figures(under_way=1), figures(under_way=0)], 1),
+        ([figures(token_s=0.002), figures()], 1),
+    ],
+    ids=["cache", "queue", "load", "speed"],
+)
+def test_the_earliest_first_token_wins(candidates: Sequence[Figures], index: int) -> None:
+    for seed in range(5):
+        assert best(1000, candidates, Random(seed)) == index
+
+
+def test_ties_are_left_to_chance() -> None:
+    found = {best(1000, [figures(), figures()], Random(seed)) for seed in range(20)}
+    assert found == {0, 1}
+
+
+def views(count: int) -> list[PrefillView]:
+    return [PrefillView(Server("prefill", f"http://p{n}:1")) for n in range(count)]
+
+
+def look(tokens: Sequence[int]) -> Look:
+    return Look(token_names(tokens, PAGE_TOKENS), PAGE_TOKENS, len(tokens))
+
+
+def answered(view: PrefillView, prompt: Look, begun_s: float, took_s: float, cached: int) -> None:
+    placed = view.send(prompt, view.figures(prompt, begun_s), begun_s)
+    view.ended(placed, begun_s + took_s, Told(int(prompt.tokens), cached))
+
+
+def test_a_prompt_goes_where_its_beginning_is_unless_the_wait_is_longer() -> None:
+    cold, warm = views(2)
+    for view in (cold, warm):
+        for n in range(1, 20):
+            answered(view, Look((), PAGE_TOKENS, 100 * n), -100.0 + 2 * n, n * 0.1, 0)
+    prompt = look(range(1600))
+    answered(warm, prompt, 10.0, 1.6, 0)
+    longer = look([*range(1600), *range(100)])
+    choice = place(longer, [cold, warm], 20.0, Random(1))
+    assert (choice.view, choice.reason) == (warm, "cache")
+    assert choice.figures.hit_tokens == 1600
+    # Ten others wait there, of which the first one began when the last one ended.
+    for _ in range(10):
+        other = Look((), PAGE_TOKENS, 1000)
+        warm.send(other, warm.figures(other, 20.0), 20.0)
+    choice = place(longer, [cold, warm], 20.5, Random(1))
+    assert (choice.view, choice.reason) == (cold, "queue")
+    assert warm.queue_s(20.5) == pytest.approx(9.5, rel=0.05)
+    assert place(longer, [warm], 20.5, Random(1)).reason == "only"
+    assert place(look([7]), [cold, views(1)[0]], 20.5, Random(1)).reason == "load"
+
+
+def test_a_prompt_is_late_because_of_those_before_it() -> None:
+    (view,) = views(1)
+    prompt = look(range(1600))
+    choice = place(prompt, [view], 0.0, Random(1))
+    own_s = choice.expected.first_s
+    assert choice.late_by_s(own_s / 2) == 0.0, "nobody is before it"
+    view.send(look([1] * 1600), choice.figures, 0.0)
+    choice = place(prompt, [view], 0.0, Random(1))
+    assert choice.late_by_s(None) == choice.late_by_s(2.5 * own_s) == 0.0
+    assert choice.late_by_s(1.5 * own_s) == pytest.approx(own_s / 2)
+
+
+def test_a_queue_is_worked_off() -> None:
+    (view,) = views(1)
+    prompts = [view.send(Look((), 1, 0), view.figures(Look((), 1, 0), 0.0), 0.0) for _ in "ab"]
+    whole_s = view.queue_s(0.0)
+    assert whole_s == pytest.approx(2 * view.fit.fixed_s)
+    assert view.queue_s(100.0) == pytest.approx(whole_s / 2), "the second one has not begun"
+    view.ended(prompts[0], 100.0, None)
+    assert view.queue_s(100.0) == pytest.approx(whole_s / 2)
+    view.ended(prompts[1], 100.1, None)
+    assert view.queue_s(100.1) == 0.0
+
+
+def test_a_cache_that_had_less_than_expected_is_counted() -> None:
+    (view,) = views(1)
+    prompt = look(range(160))
+    answered(view, prompt, 0.0, 1.0, 0)
+    answered(view, prompt, 1.0, 1.0, 159)
+    assert view.counts.missed == 0
+    assert view.counts.expected_hits == 159
+    answered(view, prompt, 2.0, 1.0, 0)
+    assert view.counts.missed == 1
+    assert view.median_error is not None
+
+
+def test_a_cache_that_was_flushed_and_a_server_that_was_ill_have_nothing() -> None:
+    (view,) = views(1)
+    prompt = look(range(160))
+    for forget in (view.forget, lambda: view.server.failed("gone", 0.0, 1)):
+        answered(view, prompt, 0.0, 1.0, 0)
+        assert view.figures(prompt, 1.0).hit_tokens == 159
+        forget()
+        assert view.figures(prompt, 1.0).hit_tokens == 0

@@ -1,0 +1,566 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests through a router to servers that answer as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from router_world import (
+    FakeServer,
+    World,
+    answers,
+    as_event,
+    begin_stream,
+    begins_and_hangs,
+    hangs_up,
+    hangs_up_in_the_middle,
+    never_answers,
+    run,
+    until,
+)
+
+from sglang_mooncake.router import forwarding, routing
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No long wait for what a decode server says of a hand-over that has failed, nor for a server
+    that may be well soon."""
+    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", 0.02)
+    monkeypatch.setattr(routing, "WELL_SOON_S", 0.02)
+
+
+def test_both_servers_get_the_request_and_the_client_what_decode_answers() -> None:
+    async def job() -> None:
+        async with World() as world:
+            status, answer = await world.ask(input_ids=[1, 2], sampling_params={"temperature": 0})
+            assert (status, answer["meta_info"]) == (200, {"of": "decode"})
+            (sent,), (also,) = world.prefill[0].asked, world.decode[0].asked
+            assert sent == also
+            assert sent["input_ids"] == [1, 2]
+            assert sent["sampling_params"] == {"temperature": 0}
+            assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("127.0.0.1", 8998)
+            assert 0 <= sent["bootstrap_room"] < 2**62
+
+    run(job())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_routes_of_openai_are_served(path: str) -> None:
+    async def job() -> None:
+        async with World() as world:
+            status, answer = await world.ask(path, prompt="hello", messages=[])
+            assert (status, answer["output_ids"]) == (200, [100, 101, 102])
+            assert world.prefill[0].asked == world.decode[0].asked
+
+    run(job())
+
+
+def test_every_request_has_a_room_of_its_own_whatever_the_client_says() -> None:
+    async def job() -> None:
+        async with World() as world:
+            for _ in range(3):
+                await world.ask(text="a", bootstrap_room=7, bootstrap_host="evil")
+            rooms = {sent["bootstrap_room"] for sent in world.decode[0].asked}
+            assert len(rooms) == 3
+            assert 7 not in rooms
+            assert {sent["bootstrap_host"] for sent in world.decode[0].asked} == {"127.0.0.1"}
+
+    run(job())
+
+
+def test_events_are_passed_on_as_they_come() -> None:
+    """The server makes each event only after the client has the one before."""
+
+    async def job() -> None:
+        got = asyncio.Semaphore(0)
+
+        async def one_by_one(
+            server: FakeServer, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            response = await begin_stream(request)
+            for n in range(3):
+                await response.write(as_event({"output_ids": [n]}))
+                await got.acquire()
+            return response
+
+        async with World() as world:
+            world.decode[0].answer = one_by_one
+            body = {"text": "a", "stream": True}
+            async with world.client.post(f"{world.url}/generate", json=body) as response:
+                assert response.headers["Content-Type"] == "text/event-stream"
+                for n in range(3):
+                    assert await response.content.readuntil(b"\n\n") == as_event(
+                        {"output_ids": [n]}
+                    )
+                    got.release()
+                assert await response.content.read() == b""
+
+    run(job())
+
+
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0}
+
+
+def with_logprobs(*numbers: int, **more: object) -> dict[str, object]:
+    return {"meta_info": {"input_token_logprobs": list(numbers)}, **more}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "merged"),
+    [
+        (with_logprobs(1, 2), with_logprobs(3), with_logprobs(1, 2, 3)),
+        (
+            [with_logprobs(1), with_logprobs(2)],
+            [with_logprobs(), with_logprobs(8)],
+            [with_logprobs(1), with_logprobs(2, 8)],
+        ),
+        ({"meta_info": {}}, with_logprobs(3), with_logprobs(3)),
+    ],
+)
+def test_the_prompts_logprobs_are_the_prefill_servers(
+    prefill: object, decode: object, merged: object
+) -> None:
+    async def job() -> None:
+        async with World() as world:
+            world.prefill[0].answer = answers(prefill)
+            world.decode[0].answer = answers(decode)
+            assert await world.ask(text="a", **LOGPROBS) == (200, merged)
+
+    run(job())
+
+
+def test_each_event_has_the_logprobs_of_its_prompt() -> None:
+    async def job() -> None:
+        async with World() as world:
+            world.prefill[0].answer = answers(
+                [with_logprobs(1, index=0), with_logprobs(2, index=1)]
+            )
+            world.decode[0].answer = answers(
+                [with_logprobs(index=1), with_logprobs(9, index=0), {"meta_info": {}}]
+            )
+            status, events = await world.ask(text=["a", "b"], stream=True, **LOGPROBS)
+            assert status == 200
+            expected = [with_logprobs(2, index=1), with_logprobs(1, 9, index=0), {"meta_info": {}}]
+            assert events == [*expected, "[DONE]"]
+
+    run(job())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request_on_both_servers(stream: bool) -> None:
+    async def job() -> None:
+        async with World() as world:
+            world.prefill[0].answer = never_answers
+            world.decode[0].answer = begins_and_hangs if stream else never_answers
+            asking = asyncio.create_task(world.ask(text="a", stream=stream))
+            servers = (world.prefill[0], world.decode[0])
+            await until(lambda: all(server.asked for server in servers))
+            asking.cancel()
+            await until(lambda: all(server.left for server in servers))
+            await until(lambda: all(server.others for server in servers))
+            (sent,) = world.decode[0].asked
+            for server in servers:
+                assert server.others == [("/abort_request", {"rid": sent["rid"]})]
+            await until(lambda: all(server.under_way == 0 for server in world.servers.all()))
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    "body", [{"text": "a", "rid": "1"}, {"text": ["a", "b"]}, {"text": "a", "n": 2}]
+)
+def test_nobody_is_asked_to_abort_by_a_name_that_others_may_have(body: dict[str, Any]) -> None:
+    """SGLang ends every request whose name begins like that."""
+
+    async def job() -> None:
+        async with World() as world:
+            world.decode[0].script = [never_answers]
+            asking = asyncio.create_task(world.ask(**body))
+            await until(lambda: world.decode[0].asked)
+            asking.cancel()
+            await until(lambda: world.decode[0].left)
+            await world.ask(text="b")  # What is asked later would be there by now.
+            assert world.decode[0].others == world.prefill[0].others == []
+            assert world.decode[0].asked[0].get("rid") == body.get("rid")
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_another_prefill_server_is_tried_when_the_first_is_not_there() -> None:
+    async def job() -> None:
+        async with World(prefill=2) as world:
+            await world.prefill[0].stop()
+            for _ in range(4):
+                assert (await world.ask(text="a"))[0] == 200
+            assert len(world.prefill[1].asked) == 4
+            gone = world.known(world.prefill[0])
+            assert not gone.is_well
+            assert gone.counts.chosen == 1, "it is left alone while it is ill"
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_server_that_dies_before_the_first_token_costs_a_second_attempt(
+    role: str, stream: bool
+) -> None:
+    async def job() -> None:
+        async with World(prefill=2, decode=2) as world:
+            first = world.prefill[0] if role == "prefill" else world.decode[0]
+            first.script = [hangs_up]
+            if role == "prefill":
+                world.decode[0].script = [begins_and_hangs if stream else never_answers]
+            status, _ = await world.ask(text="a", stream=stream)
+            assert status == 200
+            servers = (*world.prefill, *world.decode)
+            rooms = [sent["bootstrap_room"] for server in servers for sent in server.asked]
+            assert len(rooms) == 4
+            assert len(set(rooms)) == 2
+            if role == "prefill":
+                await until(lambda: world.decode[0].others)  # It waits for a hand-over in vain.
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_request_is_tried_twice_and_no_more() -> None:
+    async def job() -> None:
+        async with World(prefill=3) as world:
+            for server in world.prefill:
+                server.answer = hangs_up
+            world.decode[0].answer = never_answers
+            status, answer = await world.ask(text="a")
+            assert status == 502
+            assert "prefill server http://127.0.0.1:" in answer["error"]["message"]
+            assert sum(len(server.asked) for server in world.prefill) == 2
+
+    run(job())
+
+
+def test_a_request_that_failed_is_kept_from_both_servers_of_the_pair() -> None:
+    """A decode server may be the first to tell that the prefill server is gone."""
+
+    async def job() -> None:
+        async with World(prefill=2, decode=2, prefill_policy="cache_aware") as world:
+            prompt = list(range(64))
+            await world.ask(input_ids=prompt)
+            at = 0 if world.prefill[0].asked else 1
+            for server in world.decode:
+                server.script = [answers({"error": "the hand-over has failed"}, 500)]
+            asked = [len(server.asked) for server in world.decode]
+            await world.ask(input_ids=prompt)
+            assert len(world.prefill[at].asked) == 2, "its cache has the prompt"
+            assert len(world.prefill[1 - at].asked) == 1
+            assert [len(server.asked) for server in world.decode] == [n + 1 for n in asked]
+
+    run(job())
+
+
+def test_servers_that_cannot_be_reached_do_not_count_as_attempts() -> None:
+    async def job() -> None:
+        async with World(prefill=4) as world:
+            for server in world.prefill[:3]:
+                await server.stop()
+            assert (await world.ask(text="a"))[0] == 200
+            assert len(world.prefill[3].asked) == 1
+            assert not any(world.known(server).is_well for server in world.prefill[:3])
+
+    run(job())
+
+
+def test_without_retries_the_first_failure_is_told() -> None:
+    async def job() -> None:
+        async with World(retries=0) as world:
+            world.decode[0].answer = answers({"error": {"message": "no room"}}, 503)
+            assert await world.ask(text="a") == (503, {"error": {"message": "no room"}})
+            assert len(world.decode[0].asked) == 1
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_that_is_wrong_is_told_so_and_not_tried_again(role: str) -> None:
+    async def job() -> None:
+        async with World() as world:
+            said = {"error": {"message": "too long", "code": 400}}
+            world.prefill[0].answer = world.decode[0].answer = never_answers
+            one = world.prefill[0] if role == "prefill" else world.decode[0]
+            one.answer = answers(said, 400)
+            assert await world.ask(text="a") == (400, said)
+            assert len(one.asked) == 1
+            assert world.known(one).is_well
+
+    run(job())
+
+
+def test_what_the_decode_server_says_of_a_failed_hand_over_is_told() -> None:
+    async def job() -> None:
+        async with World(retries=0) as world:
+            said = {"error": {"message": "the models differ"}}
+
+            async def a_little_later(
+                server: FakeServer, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                await asyncio.sleep(0.05)
+                return web.json_response(said, status=500)
+
+            world.prefill[0].answer = answers({"error": {"message": "aborted"}}, 500)
+            world.decode[0].answer = a_little_later
+            assert await world.ask(text="a") == (500, said)
+
+    run(job())
+
+
+def test_a_stream_whose_first_event_is_an_error_is_tried_again() -> None:
+    async def job() -> None:
+        async with World(decode=2) as world:
+            broken = [{"error": {"message": "no hand-over", "code": 500}}]
+            world.decode[0].script = [answers(broken)]
+            status, events = await world.ask(text="a", stream=True)
+            assert status == 200
+            assert events[-1] == "[DONE]"
+            assert len(events) == 4
+            world.decode[0].script = [answers(broken)]
+            world.decode[1].script = [answers(broken)]
+            assert await world.ask(text="a", stream=True) == (500, broken[0])
+
+    run(job())
+
+
+def test_a_stream_that_stops_in_the_middle_says_so() -> None:
+    async def job() -> None:
+        async with World(decode=2) as world:
+            world.decode[0].script = [hangs_up_in_the_middle]
+            status, events = await world.ask(text="a", stream=True)
+            assert status == 200
+            first, error, end = events
+            assert (first, end) == ({"output_ids": [100]}, "[DONE]")
+            assert "stopped in the middle of its answer" in error["error"]["message"]
+            assert not world.decode[1].asked, "the client has the first token already"
+
+    run(job())
+
+
+def test_an_answer_that_stops_in_the_middle_is_no_whole_answer() -> None:
+    async def job() -> None:
+        async with World(decode=2) as world:
+            world.decode[0].script = [hangs_up_in_the_middle]
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await world.ask(text="a")
+            assert (await world.ask(text="a"))[0] == 200
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_when_no_server_is_well_the_client_is_told_to_come_again() -> None:
+    async def job() -> None:
+        async with World() as world:
+            await world.decode[0].stop()
+            await world.ask(text="a")
+            body = {"text": "a"}
+            async with world.client.post(f"{world.url}/generate", json=body) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                error = (await response.json())["error"]["message"]
+            assert f"no decode server is well: {world.decode[0].url}" in error
+            assert (await world.get("/readiness"))[0] == 503
+            assert (await world.get("/health"))[0] == 200
+
+    run(job())
+
+
+def test_a_server_that_is_back_gets_requests_again() -> None:
+    async def job() -> None:
+        async with World(health_interval_s=0.05) as world:
+            decode = world.decode[0]
+            await decode.stop()
+            await until(lambda: not world.known(decode).is_well)
+            await decode.start()
+            await until(lambda: world.known(decode).is_well)
+            assert (await world.ask(text="a"))[0] == 200
+            decode.health = 503
+            await until(lambda: not world.known(decode).is_well)
+
+    run(job())
+
+
+def test_a_request_waits_for_a_server_that_is_about_to_be_well() -> None:
+    async def job() -> None:
+        async with World(health_interval_s=0.05) as world:
+            decode = world.decode[0]
+            await decode.stop()
+            await until(lambda: not world.known(decode).is_well)
+            asking = asyncio.create_task(world.ask(text="a"))
+            await decode.start()
+            assert (await asking)[0] == 200
+
+    run(job())
+
+
+def test_no_more_requests_are_taken_than_may_be_under_way() -> None:
+    async def job() -> None:
+        async with World(max_requests=1) as world:
+            world.decode[0].script = [never_answers]
+            first = asyncio.create_task(world.ask(text="a"))
+            await until(lambda: world.decode[0].asked)
+            status, answer = await world.ask(text="b")
+            assert status == 429
+            assert "--max-concurrent-requests" in answer["error"]["message"]
+            first.cancel()
+            await until(lambda: world.decode[0].left)
+            assert (await world.ask(text="c"))[0] == 200
+
+    run(job())
+
+
+def test_a_request_that_would_be_late_is_refused_before_a_server_hears_of_it() -> None:
+    async def job() -> None:
+        async with World(prefill_policy="cache_aware", ttft_max_s=0.01) as world:
+            world.prefill[0].script = [never_answers]
+            first = asyncio.create_task(world.ask(input_ids=[1] * 50_000))
+            await until(lambda: world.prefill[0].asked)
+            body = {"input_ids": [2] * 100}
+            async with world.client.post(f"{world.url}/generate", json=body) as response:
+                assert response.status == 429
+                assert 1 <= int(response.headers["Retry-After"]) <= 6
+                error = (await response.json())["error"]["message"]
+            assert "after the limit of 0.01 s (--max-ttft-secs)" in error
+            assert len(world.prefill[0].asked) == 1
+            first.cancel()
+            await until(lambda: world.prefill[0].left)
+            assert (await world.ask(**body))[0] == 200
+
+    run(job())
+
+
+def test_what_a_client_says_of_itself_is_passed_on() -> None:
+    async def job() -> None:
+        async with World(api_key="ours") as world:
+            await world.ask(text="a", headers={"Authorization": "Bearer mine", "X-Request-Id": "7"})
+            await world.ask(text="a")
+            first, second = world.decode[0].headers
+            assert (first["Authorization"], first["X-Request-Id"]) == ("Bearer mine", "7")
+            assert second["Authorization"] == "Bearer ours"
+            assert first["Host"] == world.decode[0].url.removeprefix("http://")
+            assert first["Accept-Encoding"] == "identity"
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "words"),
+    [
+        (b"[1]", 400, "no JSON object"),
+        (b"{", 400, "no JSON object"),
+        (b'{"a":' + b"[" * 100_000, 400, "JSON"),
+        (b'"%s"' % (b"x" * (1 << 18)), 413, "--max-payload-size"),
+    ],
+    ids=["list", "half", "nested", "long"],
+)
+def test_what_is_no_request_is_refused(raw: bytes, status: int, words: str) -> None:
+    async def job() -> None:
+        async with World() as world:
+            async with world.client.post(f"{world.url}/generate", data=raw) as response:
+                assert response.status == status
+                assert words in (await response.json())["error"]["message"]
+            assert not world.decode[0].asked
+
+    run(job())
+
+
+def test_a_long_request_is_sent_in_pieces() -> None:
+    """aiohttp warns of a long body that is sent at once, for the time that it takes."""
+
+    async def job() -> None:
+        async with World(max_body_bytes=4 << 20) as world:
+            raw = io.BytesIO(b'{"text": "%s"}' % (b"x" * (2 << 20)))
+            async with world.client.post(f"{world.url}/generate", data=raw) as response:
+                assert response.status == 200
+            assert len(world.decode[0].asked[0]["text"]) == 2 << 20
+
+    run(job())
+
+
+def test_a_late_server_ends_the_request() -> None:
+    async def job() -> None:
+        async with World(request_timeout_s=0.1) as world:
+            world.decode[0].answer = never_answers
+            status, answer = await world.ask(text="a")
+            assert status == 504
+            assert "--request-timeout-secs" in answer["error"]["message"]
+            assert len(world.decode[0].asked) == 1
+
+    run(job())
+
+
+def test_questions_for_all_servers_reach_them() -> None:
+    async def job() -> None:
+        async with World(prefill=2) as world:
+            servers = (*world.prefill, *world.decode)
+            assert (await world.get("/flush_cache", "POST"))[0] == 200
+            assert [one.others for one in servers] == [[("/flush_cache", None)]] * 3
+            assert (await world.get("/health_generate"))[0] == 200
+            status, text = await world.get("/get_server_info")
+            assert status == 200
+            assert f'"internal_states": [{{"port": {world.decode[0].port}}}]' in text
+            _, text = await world.get("/model_info")
+            assert f'[{{"port": {world.prefill[0].port}}}]' in text
+            assert (await world.get("/nowhere"))[0] == 404
+
+    run(job())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_metrics_and_status_tell_what_has_happened() -> None:
+    async def job() -> None:
+        async with World(prefill=2) as world:
+            for server in world.prefill:
+                server.answer = answers({"meta_info": {"prompt_tokens": 8, "cached_tokens": 3}})
+            await world.prefill[0].stop()
+            await world.ask(text="a")
+            await world.ask(text="a")
+            _, text = await world.get("/metrics")
+            lines = text.splitlines()
+            prefix = "sglang_mooncake_router_"
+            assert f'{prefix}requests_total{{end="answered"}} 2' in lines
+            assert f"{prefix}retries_total 1" in lines
+            unreachable = f'{prefix}attempts_failed_total{{role="prefill",kind="unreachable"}} 1'
+            assert unreachable in lines
+            assert f'{prefix}servers{{role="prefill",health="ill"}} 1.0' in lines
+            other = world.prefill[1].url
+            assert f'{prefix}cached_tokens_total{{role="prefill",server="{other}"}} 6' in lines
+            _, page = await world.get("/")
+            assert "2 answered" in page
+            assert "ill for" in page
+
+    run(job())
+
+
+def test_prompts_that_begin_alike_go_to_one_server_until_its_cache_is_flushed() -> None:
+    async def job() -> None:
+        async with World(prefill=3, prefill_policy="cache_aware") as world:
+            told = answers({"meta_info": {"prompt_tokens": 320, "cached_tokens": 0}})
+            for server in world.prefill:
+                server.answer = told
+            for n in range(5):
+                await world.ask(input_ids=[*range(320), n])
+            assert sorted(len(server.asked) for server in world.prefill) == [0, 0, 5]
+            _, text = await world.get("/metrics")
+            assert 'sglang_mooncake_router_choices_total{reason="cache"} 4' in text.splitlines()
+            await world.get("/flush_cache", "POST")
+            await world.ask(input_ids=[*range(320), 9])
+            _, text = await world.get("/metrics")
+            assert 'sglang_mooncake_router_choices_total{reason="load"} 2' in text.splitlines()
+
+    run(job())
