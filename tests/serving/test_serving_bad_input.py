@@ -19,6 +19,7 @@ from cpu_serving.servers import (
     Fleet,
     Pair,
     Router,
+    RouterKind,
     Server,
     ServerOptions,
     wait_ready,
@@ -90,30 +91,30 @@ def assert_ended(router: Router, servers: Sequence[Server], *words: str) -> None
 
 
 def assert_ended_with(
-    router: Router, decode: Server, servers: Sequence[Server], sentence: str, mini_lb: bool
+    router: Router, decode: Server, servers: Sequence[Server], sentence: str, kind: RouterKind
 ) -> None:
     """The decode server has said the sentence, and so has the router, if it passes errors on."""
     # sglang-router tries again, and soon says of itself that no server is left; at first it does so
     # before it has found out that there is one.
-    words = (sentence,) if mini_lb else ()
+    words = () if kind == "sglang-router" else (sentence,)
     deadline_s = time.monotonic() + BOUND_S
     while sentence not in decode.process.log_text():
         assert time.monotonic() < deadline_s, "the decode server was never asked"
         assert_ended(router, servers, *words)
 
 
-@pytest.mark.parametrize("mini_lb", [True, False], ids=["mini-lb", "sglang-router"])
+@pytest.mark.parametrize("kind", ["mini-lb", "sglang-router"])
 def test_another_model_ends_requests_on_both_servers(
-    fleet: Fleet, prefill: Server, mini_lb: bool
+    fleet: Fleet, prefill: Server, kind: RouterKind
 ) -> None:
     """One whose caches have the same shapes."""
     options = replace(prefill.options, model=make_model("qwen3"))
-    name = f"model-{mini_lb}"
+    name = f"model-{kind}"
     decode = fleet.server("decode", options, name=f"decode-{name}")
-    router = fleet.router(prefill, decode, name=f"router-{name}", mini_lb=mini_lb)
+    router = fleet.router(prefill, decode, name=f"router-{name}", kind=kind)
     Pair(prefill, decode, router).wait_ready()
     sentence = "model is LlamaForCausalLM (3 layers of 128"
-    assert_ended_with(router, decode, (prefill, decode), sentence, mini_lb)
+    assert_ended_with(router, decode, (prefill, decode), sentence, kind)
     said = [
         line for line in decode.process.log_text().splitlines() if "prefill instance at" in line
     ]
@@ -122,18 +123,18 @@ def test_another_model_ends_requests_on_both_servers(
     decode.stop()
 
 
-@pytest.mark.parametrize("mini_lb", [True, False], ids=["mini-lb", "sglang-router"])
+@pytest.mark.parametrize("kind", ["mini-lb", "sglang-router"])
 def test_another_secret_ends_requests_on_both_servers(
-    fleet: Fleet, prefill: Server, tmp_path: Path, mini_lb: bool
+    fleet: Fleet, prefill: Server, tmp_path: Path, kind: RouterKind
 ) -> None:
     write_secret_file(tmp_path / "secret")
     options = with_secret(prefill.options, tmp_path / "secret")
-    name = f"secret-{mini_lb}"
+    name = f"secret-{kind}"
     decode = fleet.server("decode", options, name=f"decode-{name}")
-    router = fleet.router(prefill, decode, name=f"router-{name}", mini_lb=mini_lb)
+    router = fleet.router(prefill, decode, name=f"router-{name}", kind=kind)
     Pair(prefill, decode, router).wait_ready()
     sentence = "does not prove that it has our secret"
-    assert_ended_with(router, decode, (prefill, decode), sentence, mini_lb)
+    assert_ended_with(router, decode, (prefill, decode), sentence, kind)
     router.stop()
     decode.stop()
 

@@ -188,7 +188,7 @@ def test_sglang_router_in_rust_serves_like_the_mini_lb(
 ) -> None:
     with Fleet(tmp_path_factory.mktemp("rust")) as fleet:
         pair = serving.pair
-        router = fleet.router(pair.prefill, pair.decode, name="sglang-router", mini_lb=False)
+        router = fleet.router(pair.prefill, pair.decode, name="sglang-router", kind="sglang-router")
         wait_ready([router])
         behind = replace(serving, pair=replace(pair, router=router))
         behind.assert_equal(make_requests(24, 600, seed=7), concurrency=8)

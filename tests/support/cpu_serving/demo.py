@@ -147,7 +147,7 @@ def _start_pair(
     if options.pretend_cuda:
         cuda = PretendedCuda(build_driver(fleet.run_dir), seed=options.seed)
         prefill, decode = replace(prefill, cuda=cuda), replace(decode, cuda=cuda)
-    pair = fleet.pair(prefill, decode)
+    pair = fleet.pair(prefill, decode, "ours" if options.router else "mini-lb")
     title = "starting one ordinary server, " if others else "starting "
     with Step(f"{title}prefill, decode and router") as step:
         wait_ready([*others, pair.prefill, pair.decode, pair.router], tick=step.tick)

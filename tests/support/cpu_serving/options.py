@@ -38,6 +38,8 @@ class DemoOptions:
     transport: str | None
     #: A secret is made for all servers.
     secret: bool
+    #: This project's router instead of SGLang's mini-lb.
+    router: bool
     overlap: bool
     layerwise: bool
     ignore_events: bool
@@ -62,6 +64,8 @@ class DemoOptions:
             pages += f", chunks of {self.chunked_prefill_size}"
         if self.secret:
             pages += ", with a secret"
+        if self.router:
+            pages += ", this project's router"
         if self.overlap:
             pages += ", overlap scheduling"
         if self.layerwise:
@@ -97,6 +101,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         chunked_prefill_size=args.chunked_prefill_size or (OVERLAP_CHUNK if args.overlap else None),
         transport=args.transport,
         secret=args.secret,
+        router=args.router,
         overlap=args.overlap,
         layerwise=args.layerwise,
         ignore_events=args.ignore_events,
@@ -177,6 +182,11 @@ def _build_parser() -> Parser:
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add("--secret", action="store_true", help="make a secret that both servers get")
+    add(
+        "--router",
+        action="store_true",
+        help="this project's router in the place of SGLang's mini-lb",
+    )
     add(
         "--model",
         choices=sorted(ARCHITECTURES),

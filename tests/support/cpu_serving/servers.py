@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang servers and SGLang's routers on the CPU: command lines, environment, readiness."""
+"""SGLang servers and routers on the CPU: command lines, environment, readiness."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "Pair",
     "Role",
     "Router",
+    "RouterKind",
     "Server",
     "ServerOptions",
     "answers_at",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 Role = Literal["single", "prefill", "decode"]
+RouterKind = Literal["mini-lb", "sglang-router", "ours"]
 
 SHIM = Path(__file__).parent / "shim"
 # Of backends for CPUs, SGLang's for AMX alone has what speculative decoding needs; the shim has its
@@ -203,7 +205,7 @@ class Server:
 
 
 class Router:
-    """SGLang's mini-lb, or its router in Rust, in front of prefill and decode servers."""
+    """SGLang's mini-lb, its router in Rust, or ours, in front of prefill and decode servers."""
 
     def __init__(
         self,
@@ -212,14 +214,17 @@ class Router:
         run_dir: Path,
         port: int,
         name: str = "router",
-        mini_lb: bool = True,
+        kind: RouterKind = "mini-lb",
         metrics_port: int | None = None,
         nursery: Nursery | None = None,
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         argv = ["sglang_router.launch_router"]
+        if kind == "ours":
+            # A nursery has what SGLang needs. This starts as a program in less time.
+            argv, nursery = ["sglang_mooncake.sglang.cli", "router"], None
         argv += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
-        if mini_lb:
+        if kind == "mini-lb":
             argv += ["--mini-lb"]
         if metrics_port is not None:
             argv += ["--prometheus-port", str(metrics_port)]
@@ -299,17 +304,17 @@ class Fleet:
         decode: Server | Sequence[Server],
         *,
         name: str = "router",
-        mini_lb: bool = True,
+        kind: RouterKind = "mini-lb",
     ) -> Router:
         with signals_deferred():
-            metrics_port = None if mini_lb else self.port()
+            metrics_port = self.port() if kind == "sglang-router" else None
             router = Router(
                 [prefill] if isinstance(prefill, Server) else prefill,
                 [decode] if isinstance(decode, Server) else decode,
                 self.run_dir,
                 self.port(),
                 name,
-                mini_lb,
+                kind,
                 metrics_port,
                 self._nursery,
             )
@@ -329,10 +334,12 @@ class Fleet:
             self._started.append(ManagedProcess(name, argv, env, log, python=python))
         return self._started[-1]
 
-    def pair(self, prefill: ServerOptions, decode: ServerOptions) -> Pair:
+    def pair(
+        self, prefill: ServerOptions, decode: ServerOptions, router: RouterKind = "mini-lb"
+    ) -> Pair:
         first = self.server("prefill", prefill)
         second = self.server("decode", decode)
-        return Pair(first, second, self.router(first, second))
+        return Pair(first, second, self.router(first, second, kind=router))
 
     def stop(self) -> None:
         with signals_deferred():
