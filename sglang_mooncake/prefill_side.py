@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -35,13 +34,9 @@ from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["MISDIRECTED_S", "PrefillSide"]
+__all__ = ["PrefillSide"]
 
 _START_TIMEOUT_S = 10.0
-#: A decode rank that knows the right address links to this rank in a fraction of it, and a client
-#: shall have its answer within 3 s.
-MISDIRECTED_S = 2.0
-_MISDIRECTED_MAX = 4_096
 #: In the place of a link's key, which is longer: nobody else can use it.
 _WITHOUT_LINK = "(no link)"
 
@@ -74,6 +69,7 @@ class PrefillSide(Side):
             context.waits_for_prompt,
             layout.pages_dealt,
             context.names,
+            lambda: any(self._links),
         )
         #: Whether pages can go some layers at a time.
         self.by_layers = can_go_by_layers(layout)
@@ -97,9 +93,6 @@ class PrefillSide(Side):
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
-        #: Rooms to which no decode rank may ever find, the oldest first, and why. The scheduler
-        #: thread adds, the loop removes.
-        self._misdirected: deque[tuple[Room, str]] = deque()
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
         self._polled: set[int] = set()
 
@@ -210,8 +203,7 @@ class PrefillSide(Side):
     def misdirect(self, room: Room, reason: str) -> None:
         """The request seems to lead decode ranks to another address than this instance's: the room
         does not wait long for a first decode rank."""
-        if len(self._misdirected) < _MISDIRECTED_MAX:
-            self._misdirected.append((room, reason))
+        self._loop.leave(rooms.Misdirected(room, reason))
 
     def abort(self, room: Room, reason: str) -> None:
         self._polled.discard(room.serial)
@@ -257,17 +249,6 @@ class PrefillSide(Side):
         for ended in self._outgoing.overlooked():
             self._transfer_ended(ended)
         self._links.tick(now_s)
-        self._end_misdirected(now_s)
-
-    def _end_misdirected(self, now_s: float) -> None:
-        """Once a decode rank has found this rank, all can: then the address was right after all."""
-        while self._misdirected:
-            room, reason = self._misdirected[0]
-            if now_s - room.opened_s < MISDIRECTED_S:
-                return
-            self._misdirected.popleft()
-            if room.view.state is RoomState.OPEN and not any(self._links):
-                self._executor.submit(rooms.Broken(room, reason))
 
     def _register_dp_rank(self, room: int) -> None:
         """In a thread of `DpRankNotices`. Raises BootstrapError."""

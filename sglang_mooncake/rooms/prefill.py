@@ -27,6 +27,7 @@ from sglang_mooncake.rooms.prefill_events import (
     Instruction,
     LayersFilled,
     Met,
+    Misdirected,
     PeerLost,
     Requested,
     RoomAborted,
@@ -42,6 +43,7 @@ from sglang_mooncake.rooms.prefill_room import (
     Said,
     abort_of_nobody_else,
     gpu_hangs,
+    leads_elsewhere,
     overdue,
     peer_gave_up,
 )
@@ -66,6 +68,7 @@ __all__ = [
     "Instruction",
     "LayersFilled",
     "Met",
+    "Misdirected",
     "Opened",
     "Over",
     "PeerLost",
@@ -91,11 +94,16 @@ EARLY_WRITES_MAX = 4_096
 WAITING_MAX = 65_536
 
 
+def _nobody() -> bool:
+    return False
+
+
 class PrefillRooms:
     """All rooms of one prefill rank.
 
     Args:
         plan_of: the plan of the copy to a peer that has asked; raises LookupError.
+        is_linked: whether any peer is linked to this rank (default: none).
         bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
         chunk_timeout_s: how long a room waits for its scheduler's next chunk. Long before, a decode
             rank gives up and says so; this is for one whose word never comes. The GPU has half of
@@ -114,9 +122,10 @@ class PrefillRooms:
         computed_first: bool = False,
         pages_dealt: Dealt = ALL,
         names: SettingNames = FIELD_NAMES,
+        is_linked: Callable[[], bool] = _nobody,
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
-        self._pages_dealt = pages_dealt
+        self._pages_dealt, self._is_linked = pages_dealt, is_linked
         self._table = PrefillTable()
         self._views = self._table.views
         self._requests = Requests(self._table, plan_of, bootstrap_timeout_s, names.bootstrap)
@@ -162,6 +171,11 @@ class PrefillRooms:
                 return self._table.end(self._table.get(room), RoomState.ABORTED, RELEASED)
             case Computed(room):
                 return self._computed(room, now_s)
+            case Misdirected(room, reason):
+                record = self._table.get(room)
+                if record is not None:
+                    record.misdirected = reason
+                return []
             case WaitsForPrompt(peer, wait):
                 return self._requests.wait(peer, wait, now_s)
             case Requested(peer, request):
@@ -373,6 +387,8 @@ class PrefillRooms:
         for record in self._table:
             if abort := abort_of_nobody_else(record, now_s):
                 instructions += self._table.end(record, RoomState.ABORTED, peer_gave_up(abort))
+            elif elsewhere := leads_elsewhere(record, self._is_linked(), now_s):
+                instructions += self._table.end(record, RoomState.FAILED, elsewhere)
             elif hangs := gpu_hangs(record, self._deadlines, now_s):
                 instructions += self._table.end(record, RoomState.FAILED, hangs)
             elif late := overdue(record, self._deadlines, now_s):

@@ -36,6 +36,7 @@ __all__ = [
     "Instruction",
     "LayersFilled",
     "Met",
+    "Misdirected",
     "PeerLost",
     "Requested",
     "RoomAborted",
@@ -121,6 +122,15 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Misdirected:
+    """The request seems to lead decode ranks to another address than this instance's: the room does
+    not wait long for a first one. reason: of its end then."""
+
+    room: Room
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WaitsForPrompt:
     peer: str
     wait: RoomWait
@@ -176,6 +186,7 @@ Event = (
     | Broken
     | Closed
     | Computed
+    | Misdirected
     | WaitsForPrompt
     | Requested
     | RoomAborted

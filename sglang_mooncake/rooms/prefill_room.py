@@ -17,15 +17,20 @@ from sglang_mooncake.rooms.write_story import WRITES_MAX, WriteStory, merged
 
 __all__ = [
     "ABORT_GRACE_S",
+    "MISDIRECTED_S",
     "Deadlines",
     "PrefillRoom",
     "Said",
     "abort_of_nobody_else",
     "gpu_hangs",
+    "leads_elsewhere",
     "overdue",
     "peer_gave_up",
 ]
 
+#: A decode rank that knows the right address links to this rank in a fraction of it, and a client
+#: shall have its answer within 3 s.
+MISDIRECTED_S = 2.0
 #: An abort whose request never came is of the room's present use or of a former one. The request of
 #: the present use decides; it comes within milliseconds, or, if this was its abort, never.
 ABORT_GRACE_S = 2.0
@@ -46,6 +51,7 @@ class PrefillRoom(Record):
     """
     recipients: the peers that have asked.
     waiting: peers that will ask once the prompt is computed; with which generation.
+    misdirected: why no decode rank may ever find to this rank.
     aborts: by peers that have not asked; since when.
     said: what the scheduler has said and what waits, in its order. The first waits for the GPU, or
         until no early write is under way; the others wait for the first.
@@ -58,6 +64,7 @@ class PrefillRoom(Record):
     recipients: dict[str, Recipient] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     computed_s: float | None = None
+    misdirected: str | None = None
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
     said: deque[Said] = field(default_factory=deque)
     writes: dict[tuple[str, int], Write] = field(default_factory=dict)
@@ -122,6 +129,15 @@ def overdue(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | No
                     f"(twice {deadlines.names.waiting})"
                 )
     return None
+
+
+def leads_elsewhere(record: PrefillRoom, is_linked: bool, now_s: float) -> str | None:
+    """Why no decode rank finds to this room. Once one has found this rank (`is_linked`), all can:
+    then the address was right after all."""
+    if record.misdirected is None or now_s - record.room.opened_s < MISDIRECTED_S:
+        return None
+    reason, record.misdirected = record.misdirected, None
+    return reason if record.view.state is RoomState.OPEN and not is_linked else None
 
 
 def gpu_hangs(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:

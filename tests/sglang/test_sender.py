@@ -128,7 +128,7 @@ def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
 
 @pytest.mark.parametrize(("beside", "is_elsewhere"), [(None, False), (0, False), (1, True)])
 def test_a_request_that_names_another_port_than_its_servers_does_not_wait_long(
-    pair, beside, is_elsewhere
+    pair, monkeypatch, beside, is_elsewhere
 ):
     from bootstrap_server import split_address
     from sglang_mooncake.sglang.sender import KVSender
@@ -136,9 +136,10 @@ def test_a_request_that_names_another_port_than_its_servers_does_not_wait_long(
     side = pair.prefill.side
     _, own = split_address(side._context.bootstrap_address)
     manager = manager_of(side, None if beside is None else own + beside)
+    misdirected = []
+    monkeypatch.setattr(side, "misdirect", lambda *what: misdirected.append(what))
     sender = KVSender(manager, pair.address, 5, req_has_disagg_prefill_dp_rank=True)
-    assert len(side._misdirected) == is_elsewhere
-    side._misdirected.clear()
+    assert [room for room, _ in misdirected] == [sender.room] * is_elsewhere
     sender.clear()
 
 

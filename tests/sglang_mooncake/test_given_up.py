@@ -21,7 +21,6 @@ from bootstrap_server import (
 from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import NOTHING_LISTENS_S, PrefillInstances
-from sglang_mooncake.prefill_side import MISDIRECTED_S
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.rooms.states import RoomState
 
@@ -157,15 +156,3 @@ def test_a_request_that_names_another_port_does_not_wait_for_decode_ranks():
             RoomState.FAILED,
             "the request names port 1",
         )
-
-
-def test_where_decode_ranks_come_in_spite_of_another_port_it_is_waited_for():
-    with handover() as pair:
-        pair.decode.know(pair.address)
-        pair.open_both(4)
-        side = pair.prefill.side
-        source = side.open_room(5, register_dp_rank=False)
-        side.misdirect(source, "the request names port 1")
-        side._end_misdirected(source.opened_s + MISDIRECTED_S)
-        assert not side._misdirected
-        assert source.view.state is RoomState.OPEN

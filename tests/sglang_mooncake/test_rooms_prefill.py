@@ -26,6 +26,7 @@ from sglang_mooncake.rooms.prefill import (
     ChunkSent,
     Closed,
     LayersFilled,
+    Misdirected,
     Opened,
     Over,
     PeerLost,
@@ -35,6 +36,7 @@ from sglang_mooncake.rooms.prefill import (
     Tick,
     Write,
 )
+from sglang_mooncake.rooms.prefill_room import MISDIRECTED_S
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import broken
@@ -177,6 +179,22 @@ def test_a_chunk_that_cannot_be_planned_for_a_later_decode_rank_stops_the_first_
     assert room.view.state is RoomState.ENDING
     assert rooms.handle(ended(rooms, room, "cancelled"), 0) == [Over(room)]
     assert "its pages do not fit" in (room.view.reason or "")
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_room_whose_request_leads_elsewhere_waits_only_where_others_have_come(is_linked):
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, is_linked=lambda: is_linked)
+    room, asked = opened(rooms), opened(rooms, 2)
+    for one in (room, asked):
+        rooms.handle(Misdirected(one, "the request names port 1"), 0)
+    rooms.handle(Requested("a", request(2, destinations=1)), 0)
+    assert rooms.handle(Tick(), MISDIRECTED_S - 0.1) == []
+    said = rooms.handle(Tick(), MISDIRECTED_S)
+    assert said == ([] if is_linked else [Over(room)])
+    assert (room.view.reason is None) == is_linked
+    assert asked.view.state is RoomState.READY
+    is_linked = False
+    assert rooms.handle(Tick(), MISDIRECTED_S + 1) == [], "it is looked at once"
 
 
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
