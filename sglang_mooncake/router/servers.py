@@ -81,7 +81,10 @@ class Server:
         self.counts.failed += 1
         self._failures += 1
         self._why = why
-        if not self.is_well or self._failures < failures_max:
+        if not self.is_well:
+            return False
+        if self._failures < failures_max:
+            self._probed_s = None  # It may be gone: it is asked at once.
             return False
         self._ill_since_s = now_s
         self.counts.ills += 1

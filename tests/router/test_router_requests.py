@@ -408,6 +408,21 @@ def test_a_request_waits_for_a_server_that_is_about_to_be_well() -> None:
     run(job())
 
 
+def test_a_server_that_hangs_up_is_asked_for_its_health_at_once() -> None:
+    """No other request has to find out that it is gone."""
+
+    async def job() -> None:
+        async with World(prefill=2) as world:
+            world.prefill[0].script = [hangs_up]
+            world.decode[0].script = [never_answers]
+            world.prefill[0].health = 503
+            assert (await world.ask(text="a"))[0] == 200
+            await until(lambda: not world.known(world.prefill[0]).is_well)
+            assert world.prefill[0].probes == 2
+
+    run(job())
+
+
 def test_no_more_requests_are_taken_than_may_be_under_way() -> None:
     async def job() -> None:
         async with World(max_requests=1) as world:

@@ -177,13 +177,16 @@ def test_a_server_is_ill_after_so_many_failures_in_a_row() -> None:
     assert server.counts.ills == 1
 
 
-def test_one_that_is_ill_is_asked_more_often() -> None:
+def test_one_that_failed_is_asked_at_once_and_one_that_is_ill_often() -> None:
     server = Server("decode", "http://a:1")
     assert server.is_to_be_probed(0.0, 10.0)
     assert not server.is_to_be_probed(9.0, 10.0)
     assert server.is_to_be_probed(10.0, 10.0)
-    server.failed("gone", 10.0, 1)
-    assert server.is_to_be_probed(11.0, 10.0)
+    server.failed("hung up", 10.5, 2)
+    assert server.is_to_be_probed(10.5, 10.0), "it may be gone"
+    server.failed("gone", 10.6, 2)
+    assert not server.is_to_be_probed(11.0, 10.0)
+    assert server.is_to_be_probed(11.5, 10.0)
 
 
 def test_a_server_that_has_just_failed_is_used_where_there_is_no_other() -> None:

@@ -159,6 +159,6 @@ def test_requests_of_a_prefill_server_that_is_killed_are_computed_elsewhere(
     got = run(meanwhile, BOUND_S)
     assert [one.error for one in got if one.error] == []
     assert compare(deployment.reference.answers(MODEL, prompts), got) == []
-    assert not deployment.seen(deployment.quiet)["is_well"]
+    until(lambda: not deployment.seen(deployment.quiet)["is_well"])
     deployment.assert_equal(make_requests(8, 300, seed=11))
     assert leaked_pages(deployment.decode, timeout_s=BOUND_S) == 0
