@@ -34,7 +34,7 @@ from te.errors import (
 )
 from te.fences import Fence
 from te.memory import Region, Remote
-from te.peers import Peer
+from te.peers import Note, Peer
 from te.stats import (
     FenceStats,
     LinkStats,
@@ -66,6 +66,7 @@ __all__ = [
     "KeyMismatch",
     "LinkStats",
     "ListenError",
+    "Note",
     "Outcomes",
     "Peer",
     "QueueFull",

@@ -28,11 +28,18 @@ from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
-from te.peers import Peer
+from te.peers import Note, Peer
 from te.proof import keys_of
 from te.stats import LINKS_MAX, EngineStatus, LinkStats, Stats, transport_stats
 from te.status import Answer, StatusSocket, process_name
-from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
+from te.tags import (
+    TAG_LIMIT,
+    Identified,
+    check_tag,
+    packed_peer,
+    packed_ranges,
+    unpacked_peer,
+)
 from te.transfers import Notifier
 from te.transports import registry
 from te.transports.base import Local, Transport
@@ -92,6 +99,7 @@ class Engine:
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._connects = self._connects_fallen_back = 0
+        self._notes_dropped = 0
         self._fences = FenceCounter()
         self._closed = False
         short_id = self._id[:8]
@@ -379,6 +387,23 @@ class Engine:
         """
         fence = self.revoke(tag)
         return 0 if fence is None else fence.wait(timeout_s)
+
+    def take_notes(self) -> list[Note]:
+        """The notes that peers have sent since the last call (``Peer.send_note``), in the order in
+        which they came. A peer need not be known here: it is one that has connected to this engine.
+
+        Of one peer at most 8 MiB, or 8,192 notes, are kept until they are taken, and of all
+        together 64 MiB. What comes beyond is dropped, and the log says so.
+        """
+        found, dropped = self._plane.take_notes()
+        if dropped > self._notes_dropped:
+            logger.warning(
+                "%r: %d notes of peers were dropped: too many had come since they were last taken",
+                self,
+                dropped - self._notes_dropped,
+            )
+            self._notes_dropped = dropped
+        return [Note(unpacked_peer(peer), data) for peer, data in found]
 
     def stats(self) -> Stats:
         """Counters since the start."""

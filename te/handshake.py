@@ -32,7 +32,7 @@ __all__ = [
     "version_mismatch",
 ]
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 """Version of the card, the greetings and the frames. Engines talk only to their own."""
 
 CARD_BYTES_MAX: Final = 1 << 20

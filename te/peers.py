@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from te.blocks import Blocks
 from te.config import Config
 from te.connect.dial import address_text
 from te.connect.outgoing import OpenLink
-from te.errors import BoundsError, QueueFull
+from te.core.wire import NOTE_LIMIT as NOTE_BYTES_MAX
+from te.errors import BoundsError, ConnectError, QueueFull
 from te.handshake import Card, CardRegion
 from te.memory import RegionTable
 from te.reasons import Reason, sentence
 from te.stats import LinkStats, outcomes_of
-from te.tags import check_tag
+from te.tags import Identity, check_tag
 from te.transfers import Notifier, Transfer
 
-__all__ = ["Peer"]
+__all__ = ["NOTE_BYTES_MAX", "Note", "Peer"]
+
+
+class Note(NamedTuple):
+    """A short message of another engine's application."""
+
+    #: The engine that sent it.
+    peer: Identity
+    data: bytes
 
 
 class Peer:
@@ -149,6 +160,28 @@ class Peer:
             te.QueueFull: the peer has ``Config.max_queued_transfers`` unfinished transfers.
         """
         return self._submit(blocks, 0, is_read=True)
+
+    def send_note(self, data: bytes) -> None:
+        """Sends a short message, which the peer's ``Engine.take_notes`` returns; returns at once.
+
+        Notes to one peer come in order, and each once at most. One that is sent once a transfer has
+        its outcome comes behind that transfer's bytes. A note is lost when the connection ends
+        before it has come, or when the peer takes too few of them; nothing tells of that.
+
+        Raises:
+            te.ConnectError: the connection has ended.
+            te.QueueFull: 8 MiB, or 8,192 notes, wait to be sent.
+            ValueError: the message is empty or has more than ``NOTE_BYTES_MAX`` bytes.
+        """
+        if not 0 < len(data) <= NOTE_BYTES_MAX:
+            raise ValueError(
+                f"a note has {len(data)} bytes, and must have between 1 and {NOTE_BYTES_MAX}"
+            )
+        if not self.alive:
+            code, errnum, text = self._link.handle.death
+            raise ConnectError(self.describe(code, errnum, text))
+        if not self._link.handle.send_note(bytes(data)):
+            raise QueueFull(f"too many notes wait for {self._label}")
 
     def close(self) -> None:
         """Closes the connections; unfinished transfers fail. Returns at once. Idempotent."""

@@ -21,6 +21,7 @@ __all__ = [
     "new_tag",
     "packed_peer",
     "packed_ranges",
+    "unpacked_peer",
 ]
 
 TAG_LIMIT = 1 << 64
@@ -69,6 +70,11 @@ def packed_peer(peer: str | Identified) -> bytes:
     if not 0 <= peer.epoch < EPOCH_LIMIT:
         raise ValueError(f"{peer.epoch} is no engine's epoch, which is between 0 and 2**64 - 1")
     return bytes.fromhex(engine_id) + peer.epoch.to_bytes(8, "little")
+
+
+def unpacked_peer(packed: bytes) -> Identity:
+    """Of 24 bytes, as `packed_peer` makes them."""
+    return Identity(packed[:16].hex(), int.from_bytes(packed[16:], "little"))
 
 
 def packed_ranges(ranges: npt.ArrayLike) -> bytes:

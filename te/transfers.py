@@ -127,6 +127,16 @@ class Transfer:
         return sentence
 
     @property
+    def may_still_land(self) -> bool:
+        """Whether pieces of a failed write may yet land at the destination. So it is unless the
+        destination itself refused it, its process is gone, or the source could not be read. (Of a
+        read nothing lands once ``cancel`` has returned.)"""
+        if self.poll() is not Status.FAILED:
+            return False
+        code = self._handle.failure()[0]
+        return code not in (Reason.WAS_REFUSED, Reason.PROCESS_GONE, Reason.SOURCE_FAULT)
+
+    @property
     def duration_s(self) -> float:
         """Seconds from submission to the outcome, or until now while there is none."""
         return self._handle.duration_s()

@@ -89,6 +89,11 @@ class Engine:
         once, or whose rails have changed since the last call; the last three say why it has
         ended."""
 
+    def take_notes(self) -> tuple[list[tuple[bytes, bytes]], int]:
+        """Those that have come since the last call, each with who has sent it, as
+        ``te.tags.packed_peer`` makes it; and how many were dropped since the engine was made, as
+        there were too many."""
+
     def wait_notices(self) -> list[int]:
         """Blocks, without the lock, until transfers that were subscribed to have an outcome."""
 

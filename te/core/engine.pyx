@@ -8,6 +8,7 @@ from libc.string cimport memcpy, memset
 from te.core.fences cimport fence_opening
 from te.core.heap cimport need
 from te.core.link cimport Link, link_drop, links_tally
+from te.core.notes cimport Note, box_take, note_free
 from te.core.notices cimport Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
@@ -204,6 +205,17 @@ cdef class Engine:
             found.append((k.number, has_ended, k.code, k.errnum, text))
             with nogil:
                 link_drop(k)
+
+    def take_notes(self):
+        cdef Note *note
+        cdef list found = []
+        while True:
+            note = box_take(&self.p.notes)
+            if note == NULL:
+                return found, self.p.notes.dropped
+            peer = (<char *>&note.peer)[:sizeof(Identity)]
+            found.append((peer, (<char *>(note + 1))[:note.nbytes]))
+            note_free(note)
 
     def wait_notices(self):
         cdef u64 value

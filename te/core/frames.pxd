@@ -75,10 +75,11 @@ cdef struct Connection:
 # Small frames, behind the one under way.
 cdef void queue_frame(Connection *c, Header *h, const void *items, u64 nbytes) noexcept nogil
 cdef void queue_answer(Connection *c, u64 number, uint8_t status, const char *reason) noexcept nogil
-# Moves what is queued to `sending`; how many bytes.
+# Moves what is queued to `sending`, and notes behind it; how many bytes.
 cdef u64 take_queued(Connection *c) noexcept nogil
 
-# Reads on with a frame. Its `head` has been checked, and `body` is complete, when it `is_whole`.
+# Reads on with a frame. Its `head` has been checked, and `body` is complete, when it `is_whole`. Notes
+# are taken here.
 cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept nogil
 # The first bytes of the next frame have come with something else.
 cdef void frame_begin(Connection *c, const uint8_t *lead, u32 nbytes) noexcept nogil

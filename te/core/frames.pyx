@@ -6,9 +6,13 @@ from libc.string cimport memcpy, memmove, strlen
 from te.core.channels cimport channel_receive
 from te.core.heap cimport need_more
 from te.core.link cimport *
+from te.core.notes cimport lane_came, lane_take, lane_waits
 from te.core.posix cimport EAGAIN, EBADMSG, EINTR, EMSGSIZE
 from te.core.sync cimport *
 from te.core.wire cimport *
+
+cdef enum:
+    NOTES_AT_ONCE_BYTES = 64 << 10  # of notes that go before other frames
 
 
 # -- small frames to send
@@ -34,8 +38,19 @@ cdef void queue_answer(Connection *c, u64 number, uint8_t status, const char *re
     queue_frame(c, &h, reason, h.count)
 
 
+cdef void queue_notes(Connection *c) noexcept nogil:
+    """They go over the link's first connection, so that they keep their order."""
+    cdef Header h
+    cdef uint8_t part[NOTE_PART_MAX]
+    while c.queued_n < NOTES_AT_ONCE_BYTES and lane_take(c.link.notes, &h, part):
+        queue_frame(c, &h, part, h.count)
+
+
 cdef u64 take_queued(Connection *c) noexcept nogil:
-    cdef u64 nbytes = c.queued_n
+    cdef u64 nbytes
+    if lane_waits(c.link.notes) and &c.polled == c.link.connections[0]:
+        queue_notes(c)
+    nbytes = c.queued_n
     c.sending, c.queued = c.queued, c.sending
     c.sending_room, c.queued_room = c.queued_room, c.sending_room
     c.queued_n = 0
@@ -114,6 +129,15 @@ cdef void frame_begin(Connection *c, const uint8_t *lead, u32 nbytes) noexcept n
     memcpy(c.lead, lead, nbytes)
 
 
+cdef bint take_note(Connection *c) noexcept nogil:
+    """One has come, or a part of one; False after a violation."""
+    cdef const char *problem = lane_came(
+        c.link.notes, &c.link.plane.notes, &c.link.peer, &c.head, c.body)
+    if problem != NULL:
+        violate(c.link, problem)
+    return problem == NULL
+
+
 cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept nogil:
     cdef Moved state = MOVED
     is_whole[0] = False
@@ -134,5 +158,7 @@ cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept
         state = read_some(c, c.body, &c.body_have, c.body_want)
     if c.body_have == c.body_want:
         c.has_head = False
-        is_whole[0] = True
+        is_whole[0] = c.head.kind != NOTE
+        if not is_whole[0] and not take_note(c):
+            return LOST
     return state

@@ -30,6 +30,10 @@ class LinkHandle:
     def die(self, code: int) -> None:
         """Asks the workers to close its connections."""
 
+    def send_note(self, data: bytes) -> bool:
+        """Has it sent, of 1 to NOTE_LIMIT bytes; False if too much waits. The link must have had a
+        rail; if it has ended, the note is lost."""
+
     def submit(
         self,
         blocks: npt.NDArray[np.void],

@@ -12,13 +12,14 @@ from te.core.engine cimport outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
+from te.core.notes cimport lane_put
 from te.core.plane cimport DONE, FAILED, PENDING, Plane
 from te.core.regions cimport *
 from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
 from te.core.wire cimport Block, RAILS_MAX
-from te.core.worker cimport Polled, Spin, Worker, worker_wake
+from te.core.worker cimport Polled, Spin, Worker, polled_kick, worker_wake
 
 import os
 
@@ -111,6 +112,13 @@ cdef class LinkHandle:
 
     def die(self, int code):
         link_die(self.k, code, 0, NULL)
+
+    def send_note(self, bytes data):
+        cdef Link *k = self.k
+        cdef bint fits = lane_put(k.notes, <const uint8_t *><char *>data, <u64>len(data))
+        if fits:
+            polled_kick(k.connections[0])
+        return fits
 
     def submit(self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max):
         cdef Py_buffer view

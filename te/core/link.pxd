@@ -9,6 +9,7 @@
 
 from libc.stdint cimport uint8_t
 from te.core.maps cimport Map
+from te.core.notes cimport Lane
 from te.core.notices cimport Bulletin, Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
@@ -141,6 +142,7 @@ cdef struct Link:
     u64 owed  # atomic: blocks that peers have asked for, of replies that are not all sent
     u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
+    Lane *notes
     Bulletin bulletin
     bint end_was_told  # to Python, which alone looks at this
     Flow flows[RAILS_MAX]  # by rail

@@ -6,6 +6,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 from te.core.heap cimport need
 from te.core.maps cimport map_free
+from te.core.notes cimport lane_drop, lane_new
 from te.core.notices cimport bulletin_put
 from te.core.sync cimport *
 from te.core.tally cimport code_of, outcomes_add, tally_add, tally_of, LEDGERS_MAX, Tally
@@ -49,6 +50,7 @@ cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
     link.is_incoming = is_incoming
     link.refs = 1
     link.bulletin.link = link
+    link.notes = lane_new()
     pthread_mutex_lock(&p.lock)
     link.after = <Link *>p.links_first
     if link.after != NULL:
@@ -105,6 +107,7 @@ cdef void link_drop(Link *link) noexcept nogil:
     link.ops.release(link)
     map_free(&link.by_id)
     map_free(&link.arriving)
+    lane_drop(link.notes)
     free(link.spare)
     pthread_mutex_destroy(&link.lock)
     free(link)

@@ -2,6 +2,7 @@
 # What all links of an engine share.
 
 from te.core.kinds cimport Kind, KINDS_MAX
+from te.core.notes cimport Box
 from te.core.notices cimport Notices
 from te.core.regions cimport Regions
 from te.core.sections cimport Sections, WORKERS_MAX
@@ -29,6 +30,7 @@ cdef struct Plane:
     Regions regions
     Tags tags
     Notices notices
+    Box notes  # that have come
     u64 stall_ns  # without progress until a transfer fails
     u64 rail_ns, suspect_ns  # without progress until a rail is given up, or helped by others
     u64 segment_bytes  # of a frame, at most

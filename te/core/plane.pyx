@@ -5,6 +5,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from te.core.heap cimport need
 from te.core.kinds cimport Kind
+from te.core.notes cimport box_close, box_open
 from te.core.notices cimport notices_close, notices_open
 from te.core.regions cimport regions_close, regions_open
 from te.core.posix cimport EINVAL
@@ -28,6 +29,7 @@ cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil:
     cdef int errnum, other
     pthread_mutex_init(&p.lock, NULL)
     tags_init(&p.tags)
+    box_open(&p.notes)
     errnum = workers_open(&p.workers, workers, spin_ns)
     p.workers.check_ns = min(
         max(min(p.stall_ns / 4, p.suspect_ns / 2), <u64>CHECK_LEAST_NS), <u64>CHECK_MOST_NS)
@@ -46,6 +48,7 @@ cdef void plane_close(Plane *p) noexcept nogil:
     workers_close(&p.workers)
     regions_close(&p.regions)
     tags_close(&p.tags)
+    box_close(&p.notes)
     notices_close(&p.notices)
     while p.privates != NULL:
         one = p.privates

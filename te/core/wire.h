@@ -27,7 +27,9 @@ enum { /* limits of the format */
     BEGUN_MAX = 256,           /* transfers that a source has begun and has no answer for */
     ARRIVING_MAX = 4096,       /* transfers that a destination has begun to receive, per link */
     READS_SERVED_MAX = 256,    /* frames of reads that a side serves at once */
-    RECEIVES = 256             /* marks that a queue pair takes before its CREDIT comes */
+    RECEIVES = 256,            /* marks that a queue pair takes before its CREDIT comes */
+    NOTE_PART_MAX = 16 << 10,  /* bytes of a note in a frame */
+    NOTE_MAX = 1 << 20         /* and in all */
 };
 
 enum { ANY_RAIL = 255 }; /* of RAIL_BROKEN: all that there were */
@@ -44,10 +46,11 @@ enum { /* kinds of frame */
     RAIL_LOST = 24,
     RAIL_CLOSED = 25,
     RAIL_BROKEN = 26,
-    CREDIT = 27
+    CREDIT = 27,
+    NOTE = 28
 };
 #define FIRST_KIND SEGMENT
-#define KINDS (CREDIT - FIRST_KIND + 1)
+#define KINDS (NOTE - FIRST_KIND + 1)
 #define VARIANTS 5 /* rules of a kind, at most */
 
 enum { LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED }; /* status of an ACK */
@@ -113,7 +116,7 @@ typedef struct {
 } Layout;
 
 /* Of the header, then of what may follow it. */
-enum { THE_HEADER, REASON_BYTE, LANDING, BLOCK, PIECE_ID, REMOTE_RANGE, LAYOUTS };
+enum { THE_HEADER, REASON_BYTE, LANDING, BLOCK, PIECE_ID, REMOTE_RANGE, NOTE_BYTE, LAYOUTS };
 #define NO_ITEM THE_HEADER
 static const Layout LAYOUT_TABLE[LAYOUTS] = {
     [THE_HEADER] = {"Header", sizeof(Header), {
@@ -143,6 +146,7 @@ static const Layout LAYOUT_TABLE[LAYOUTS] = {
                                " write it without a tag; at least one of them"),
         MEMBER(RemoteRange, keys, NICS_MAX, "rkey for each RDMA device of the destination; 0 as long as the"
                                     " source has asked for nothing that the rights allow")}},
+    [NOTE_BYTE] = {"NoteByte", 1, {{"byte", 0, 1, 1, "of the application's"}}},
 };
 
 /* -- rules */
@@ -272,6 +276,13 @@ static const FrameRule FRAME_RULES[KINDS][VARIANTS] = {
         {FRAME(CREDIT, ""), .destination = OVER_RDMA,
          .bounds = {RAIL, [H_TOTAL] = ANY("marks that have come through it since it was made")},
          .says = "The destination has room for more marks on a rail."}},
+    KIND(NOTE) = {
+        {FRAME(NOTE, ""), .source = OVER_BYTES | OVER_RDMA, .item = NOTE_BYTE,
+         .bounds = {[H_TRANSFER] = BETWEEN(1, UINT64_MAX, "number of the note; they rise"),
+                    [H_COUNT] = BETWEEN(1, NOTE_PART_MAX, "bytes that follow"),
+                    [H_TOTAL] = AT_LEAST(H_COUNT, 1, NOTE_MAX, "bytes of the note")},
+         .says = "A part of a note, a message of the application's. The parts of one come in order,"
+                 " and no part of another note between them. There is no answer."}},
 };
 
 /* -- making and checking headers */

@@ -17,6 +17,8 @@ BLOCK = np.dtype([("src", "<u8"), ("dst", "<u8"), ("nbytes", "<u8")])
 PIECE = np.dtype([("transfer", "<u8"), ("piece", "<u8")])
 FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("rights", "<u8"), ("keys", "<u4", (8,))])
 REASON = np.dtype([("character", "u1")])
+NOTE_BYTE = np.dtype([("byte", "u1")])
+NOTE_PART_MAX, NOTE_MAX = 16 << 10, 1 << 20
 REPLY = 1
 MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED = 1, 2, 4
 ALL_RIGHTS = 7
@@ -35,6 +37,7 @@ class Kind(enum.IntEnum):
     RAIL_CLOSED = 25
     RAIL_BROKEN = 26
     CREDIT = 27
+    NOTE = 28
 
 
 class AckStatus(enum.IntEnum):
@@ -77,6 +80,7 @@ FRAMES = {
     (Kind.RAIL_CLOSED, ""): Told(("", "RDMA"), PIECE, (0, 64)),
     (Kind.RAIL_BROKEN, ""): Told(("", "RDMA")),
     (Kind.CREDIT, ""): Told(("", "RDMA")),
+    (Kind.NOTE, ""): Told((EACH, ""), NOTE_BYTE, (1, 16 << 10)),
 }
 
 
@@ -140,6 +144,12 @@ def end(transfer: int, tag: int = 0) -> bytes:
 
 def abandon(transfer: int, tag: int, sent: int) -> bytes:
     return header(Kind.ABANDON, transfer=transfer, tag=tag, total=sent)
+
+
+def note(number: int, data: bytes, total: int | None = None) -> bytes:
+    """A part of a note; the whole of it without ``total``."""
+    whole = len(data) if total is None else total
+    return header(Kind.NOTE, count=len(data), transfer=number, total=whole) + data
 
 
 def ack(transfer: int, status: int, reason: bytes = b"") -> bytes:

@@ -27,6 +27,7 @@ LAYERS = (
     "tally",
     "worker",
     "stager",
+    "notes",
     "notices",
     "plane",
     "link",

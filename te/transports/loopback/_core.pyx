@@ -16,13 +16,16 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.link cimport *
+from te.core.notes cimport lane_came, lane_take
 from te.core.posix cimport iovec
 from te.core.regions cimport Snapshot, is_registered, say_refused
 from te.core.sections cimport enter, leave
 from te.core.tally cimport count
 from te.core.sync cimport *
 from te.core.transfer cimport *
-from te.core.wire cimport ABANDONED, Block, LANDED, OVER_TCP, REFUSED, RIGHT_READ
+from te.core.wire cimport (
+    ABANDONED, Block, Header, LANDED, NOTE_PART_MAX, OVER_TCP, REFUSED, RIGHT_READ,
+)
 from te.core.worker cimport polled_again
 
 cdef enum:
@@ -234,9 +237,24 @@ cdef void serve(Connection *c, Link *source) noexcept nogil:
 
 # -- both sides
 
+cdef void hand_notes_over(Link *link) noexcept nogil:
+    """To the other end, by the worker of this one. Under the lock, as in `submit`."""
+    cdef Header h
+    cdef uint8_t part[NOTE_PART_MAX]
+    cdef Link *other
+    pthread_mutex_lock(&link.lock)
+    other = loop_of(link).other
+    while other != NULL and lane_take(link.notes, &h, part):
+        lane_came(other.notes, &other.plane.notes, &other.peer, &h, part)
+    pthread_mutex_unlock(&link.lock)
+
+
 cdef void turn(Connection *c) noexcept nogil:
     cdef Link *source
-    if not c.link.is_incoming or load32(&c.link.dead):
+    if load32(&c.link.dead):
+        return
+    if not c.link.is_incoming:
+        hand_notes_over(c.link)
         return
     source = other_of(c.link)
     if source != NULL:
