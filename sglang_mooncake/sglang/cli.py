@@ -14,7 +14,7 @@ from bootstrap_server.admission.secret import new_secret
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.router import options as router_options
-from sglang_mooncake.sglang import configuring, explaining
+from sglang_mooncake.sglang import configuring, explaining, running
 from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
     ServerFlags,
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return configuring.show_config(parsed)
         case "router":
             return _router(parsed)
+        case "run":
+            return running.run(parsed.words)
         case _:
             return _planned(parsed)
 
@@ -222,6 +224,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     router_options.add_arguments(router)
+    run = commands.add_parser(
+        "run",
+        help="run another program, such as vLLM, with mooncake.engine and nixl over te",
+        description=running.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("words", nargs="+", metavar="COMMAND", help="behind --, with its arguments")
     return parser
 
 

@@ -57,7 +57,7 @@ def register() -> None:
         HookRegistry.register(_SHARED_ENGINE, _init_shared_engine, HookType.AROUND)
         _check_targets()
         hook_tokenizer()
-        _replace_mooncakes_engine()
+        _drop_in()
     except Exception as error:  # noqa: BLE001 - whatever it is, SGLang must not go on without us
         _stop(error)
 
@@ -117,7 +117,7 @@ def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any)
     return call_without_pd(original, *args, **kwargs)
 
 
-def _replace_mooncakes_engine() -> None:
+def _drop_in() -> None:
     """If the operator says so."""
     from sglang_mooncake.sglang.config import Config
     from sglang_mooncake.sglang.drop_in import install

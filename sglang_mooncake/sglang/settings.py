@@ -144,8 +144,9 @@ SETTINGS: tuple[Setting, ...] = (
     _own(
         "drop_in",
         switch(),
-        "`mooncake.engine.TransferEngine` is te in the processes of this SGLang server, for its"
-        " encoders and remote weights. The peers of such a server need the same setting.",
+        "`mooncake.engine` and `nixl` are te in the processes of this server: for SGLang's"
+        " encoders, remote weights and backend `nixl`, and for vLLM's connectors of NIXL and"
+        " Mooncake. The peers of such a server need the same setting.",
         default="0",
     ),
     _own(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cpu_serving.ports import HOST
@@ -30,6 +31,7 @@ __all__ = [
     "body_of",
     "counters",
     "handed_over",
+    "nixl_flags",
     "pair_flags",
     "reset",
     "start_vllm",
@@ -105,6 +107,17 @@ def pair_flags(role: str, policy: str = "recompute", **more: Any) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
+def nixl_flags(role: str, policy: str = "recompute") -> list[str]:
+    """Of a prefill or decode server with vLLM's own connector of NIXL."""
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": policy,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
 def counters(stats_dir: Path, role: str) -> Mapping[str, int]:
     """Of the ranks of the one prefill or decode server that keep their counters there, added up:
     rooms by how they ended, and bytes sent."""
@@ -135,12 +148,14 @@ def start_vllm(
     core: int = 0,
     tp: int = 1,
     release: Path | None = None,
+    more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> VllmServer:
     """Starts one.
 
     runtime_dir: where its store finds others', with a short name, and mode 0700.
     core: the first of this process's that it has; each TP rank has one.
     release: the folder of another release of vLLM.
+    more_env: variables besides; what they say of PYTHONPATH comes first there.
 
     Raises:
         ServingError: vLLM's environment is not there.
@@ -154,7 +169,9 @@ def start_vllm(
     argv += ["--enable-prompt-tokens-details", "--tensor-parallel-size", str(tp), *flags]
     ours = sorted(os.sched_getaffinity(0))
     cores = [ours[(core + rank) % len(ours)] for rank in range(tp)]
-    env = _environment(runtime_dir, cores, release)
+    env = dict(_environment(runtime_dir, cores, release))
+    path = (more_env.get("PYTHONPATH"), env["PYTHONPATH"])
+    env |= {**more_env, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     log = fleet.run_dir / f"{name}.log"
     return VllmServer(
         fleet.process(f"{name} server", argv, env, log, python=PYTHON), f"http://{HOST}:{port}"

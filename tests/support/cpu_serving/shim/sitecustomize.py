@@ -33,6 +33,9 @@ vLLM's processes for a CPU are new interpreters, which import everything again f
 each. They are forked instead, as vLLM forks them where there is a GPU; the cores that it then gives
 to each of them come too late, and they share those of the server.
 
+vLLM's connector of NIXL pins workers on a CPU to the last core of the host, all to the same. They
+keep those that they have.
+
 A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
 
 With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
@@ -203,6 +206,11 @@ def _leave_kv_out(module: ModuleType) -> None:
     module.Plan.part = module.Plan.state = lambda *_indices: nothing
 
 
+def _leave_cores_alone(module: ModuleType) -> None:
+    names = vars(module.os) | {"sched_setaffinity": lambda _pid, _mask: None}
+    module.os = SimpleNamespace(**names)  # type: ignore[attr-defined]
+
+
 Patch: TypeAlias = Callable[[ModuleType], None]
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
@@ -225,6 +233,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker": _leave_cores_alone,
     "vllm.utils.system_utils": _fork_vllm,
 }
 
