@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from te.config import Config
 from te.connect.accept import Acceptor
-from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.connect.transports import EngineTransports
 from te.core.engine import Engine as Plane
@@ -299,7 +298,7 @@ class Engine:
         if peer is not None:
             return peer
         wait_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
-        opened = open_link(self._transports, decoded, wait_s)
+        opened = self._transports.open_link(decoded, wait_s)
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or not peer.alive:

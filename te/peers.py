@@ -8,7 +8,7 @@ from typing import NamedTuple
 from te.blocks import Blocks
 from te.config import Config
 from te.connect.dial import address_text
-from te.connect.outgoing import OpenLink
+from te.connect.transports import OpenLink
 from te.core.wire import NOTE_LIMIT as NOTE_BYTES_MAX
 from te.errors import BoundsError, ConnectError, QueueFull
 from te.handshake import Card, CardRegion

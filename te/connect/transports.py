@@ -1,22 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports of one engine."""
+"""The transports of one engine, and opening a link by the first of them that works."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
-from te.errors import DeviceError
+from te.connect.dial import address_text
+from te.errors import ConnectError, DeviceError, TransportMismatch
+from te.handshake import Card
 from te.memory import Region
 from te.memory_kinds import MemoryKind
 from te.transports import registry
-from te.transports.base import Capabilities, Listener, Local, Transport, Watch
+from te.transports.base import (
+    Capabilities,
+    Listener,
+    Local,
+    OutgoingLink,
+    Transport,
+    TransportRefused,
+    Watch,
+)
 from te.verbs.fabric import Fabric
 
-__all__ = ["EngineTransports"]
+__all__ = ["EngineTransports", "OpenLink"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenLink:
+    """A link with all its rails."""
+
+    link: OutgoingLink
+    #: Name of its transport.
+    transport: str
+    #: Why no preferred transport was taken; empty when the first choice works.
+    reason: str
 
 
 class EngineTransports:
@@ -136,6 +159,37 @@ class EngineTransports:
         self.commit()
         found = {one.name: one.offer() for one in self.usable}
         return {name: offer for name, offer in found.items() if offer is not None}
+
+    def open_link(self, card: Card, timeout_s: float) -> OpenLink:
+        """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
+        ``te.HandshakeError``. ``te.TransportMismatch`` if it would fail again in the same way."""
+        deadline_s = time.monotonic() + timeout_s
+        if not card.offers.keys() & self._all.keys():
+            raise TransportMismatch(
+                f"no common transport: the engine {card.id} offers {', '.join(card.offers)},"
+                f" this one {', '.join(self._all)}"
+            )
+        self.commit()
+        reasons: list[str] = []
+        is_for_good = True
+        for name, one in self._all.items():
+            problem = self.problem(one)
+            if name not in card.offers:
+                problem = "the other engine does not offer it"
+            if problem is None:
+                try:
+                    link = one.open(card, card.offers[name], deadline_s, timeout_s)
+                except TransportRefused as exc:
+                    problem = str(exc)
+                    is_for_good &= exc.for_good
+                else:
+                    return OpenLink(link, name, "; ".join(reasons))
+            reasons.append(f"{name}: {problem}")
+        kind_of_error = TransportMismatch if is_for_good else ConnectError
+        raise kind_of_error(
+            f"no transport to the engine {card.id} at {address_text(card.host, card.port)}:"
+            f" {'; '.join(reasons)}"
+        )
 
     def share(self, region: Region, timeout_s: float) -> None:
         """Memory was registered."""
