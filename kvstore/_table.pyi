@@ -9,7 +9,7 @@ import numpy.typing as npt
 Buffer: TypeAlias = bytes | bytearray | npt.NDArray[Any]
 
 class Table:
-    """Entries of up to 1,024 owners. A key may have several: one of each owner and form.
+    """Entries of up to 1,024 owners. A key may have several: one of each owner and fingerprint.
 
     Guarded by the interpreter's lock; nothing in it waits.
     """
@@ -29,15 +29,15 @@ class Table:
     def drop(self, owner: int) -> int:
         """Forgets an owner's entries; returns how many these were."""
 
-    def look_up(self, keys: Buffer, form: int, ranks: Buffer, places: Buffer) -> int:
-        """Finds the entries with one form; returns how many there are.
+    def look_up(self, keys: Buffer, fingerprint: int, ranks: Buffer, places: Buffer) -> int:
+        """Finds the entries with one fingerprint; returns how many there are.
 
         Args:
             keys: digests of 16 bytes, one after another.
-            form: of the signature and the size (``changes.form_of``).
+            fingerprint: of the signature and the size (``changes.fingerprint_of``).
             ranks: a byte for each owner, below 128. Of several owners one that has the object in
-                memory is taken (``changes.BELOW``), of these the one of the highest rank; 0 leaves
-                an owner out.
+                memory is taken (``changes.LOWER_TIER``), of these the one of the highest rank; 0
+                leaves an owner out.
             places: of dtype ``changes.PLACE``, one for each key; is written.
         """
 

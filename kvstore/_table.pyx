@@ -47,11 +47,11 @@ cdef enum:
     SHARDS_AT_ONCE = 16
     IN_MEMORY = 128  # ranks are below it
 
-cdef u32 BELOW = 0xFFFFFFFF  # the slot of an object that does not lie in memory
+cdef u32 LOWER_TIER = 0xFFFFFFFF  # the slot of an object that does not lie in memory
 
 cdef struct Entry:
     u64 key[2]
-    u32 form         # of the signature and the size
+    u32 fingerprint         # of the signature and the size
     u32 slot
     u32 generation
     u16 owner
@@ -60,7 +60,7 @@ cdef struct Entry:
 
 cdef struct Change:  # kvstore.objects.changes.CHANGE
     u64 key[2]
-    u32 form
+    u32 fingerprint
     u32 slot
     u32 generation
     u32 op
@@ -95,7 +95,7 @@ cdef inline Shard *shard_of(Shard *shards, u64 hashed) noexcept nogil:
 cdef inline u8 rank_of(const Entry *e, const u8 *ranks) noexcept nogil:
     """0 if the owner cannot be used; memory comes before what lies below."""
     cdef u8 rank = ranks[e.owner]
-    return rank | IN_MEMORY if rank and e.slot != BELOW else rank
+    return rank | IN_MEMORY if rank and e.slot != LOWER_TIER else rank
 
 
 cdef class Table:
@@ -182,7 +182,7 @@ cdef class Table:
         self.counts[owner] -= dropped
         return dropped
 
-    def look_up(self, object keys, u32 form, object ranks, object places):
+    def look_up(self, object keys, u32 fingerprint, object ranks, object places):
         cdef Py_buffer key_view, rank_view, place_view
         cdef Py_ssize_t n
         cdef u64 found
@@ -195,7 +195,7 @@ cdef class Table:
                 raise ValueError(f"{key_view.len} bytes of keys, {place_view.len} of places")
             if rank_view.len != OWNERS:
                 raise ValueError(f"{rank_view.len} ranks, and {OWNERS} are needed")
-            found = self.find(<u64 *>key_view.buf, n, form, <u8 *>rank_view.buf,
+            found = self.find(<u64 *>key_view.buf, n, fingerprint, <u8 *>rank_view.buf,
                               <Place *>place_view.buf)
         finally:
             PyBuffer_Release(&place_view)
@@ -204,7 +204,7 @@ cdef class Table:
         return found
 
     cdef u64 find(
-        self, const u64 *keys, Py_ssize_t n, u32 form, const u8 *ranks, Place *places
+        self, const u64 *keys, Py_ssize_t n, u32 fingerprint, const u8 *ranks, Place *places
     ) noexcept nogil:
         cdef Py_ssize_t i
         cdef u64 found = 0, hashed
@@ -214,12 +214,12 @@ cdef class Table:
                 hashed = hash_of(&keys[2 * (i + 8)])
                 later = shard_of(self.shards, hashed)
                 look_ahead(&later.entries[hashed & later.mask])
-            self.find_one(&keys[2 * i], form, ranks, &places[i])
+            self.find_one(&keys[2 * i], fingerprint, ranks, &places[i])
             found += places[i].found == FOUND
         return found
 
     cdef void find_one(
-        self, const u64 *key, u32 form, const u8 *ranks, Place *place
+        self, const u64 *key, u32 fingerprint, const u8 *ranks, Place *place
     ) noexcept nogil:
         cdef u64 hashed = hash_of(key)
         cdef Shard *shard = shard_of(self.shards, hashed)
@@ -234,8 +234,8 @@ cdef class Table:
             if e.state == FREE:
                 return
             if e.state == USED and same(e.key, key):
-                rank = rank_of(e, ranks) if e.form == form else 0
-                if e.form != form and place.found == MISSING:
+                rank = rank_of(e, ranks) if e.fingerprint == fingerprint else 0
+                if e.fingerprint != fingerprint and place.found == MISSING:
                     place.found = OTHER
                 elif rank > best:
                     best = rank
@@ -253,7 +253,7 @@ cdef class Table:
             e = place_for(shard, hashed)
             shard.gone -= e.state == GONE
             e.key[0], e.key[1] = c.key[0], c.key[1]
-            e.form, e.owner, e.state = c.form, owner, USED
+            e.fingerprint, e.owner, e.state = c.fingerprint, owner, USED
             shard.used += 1
             self.used += 1
             self.counts[owner] += 1
@@ -298,7 +298,7 @@ cdef Entry *entry_of(Shard *shard, u64 hashed, u32 owner, Change *c) noexcept no
         e = &shard.entries[at]
         if e.state == FREE:
             return NULL
-        if e.state == USED and e.owner == owner and e.form == c.form and same(e.key, c.key):
+        if e.state == USED and e.owner == owner and e.fingerprint == c.fingerprint and same(e.key, c.key):
             return e
         at = (at + 1) & shard.mask
 

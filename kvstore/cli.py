@@ -60,7 +60,7 @@ def _parser(tools: Mapping[str, Any]) -> argparse.ArgumentParser:
         "top",
         help="show what the store's processes of this user hold and do",
         description="Prints a line for each process. LENDS: memory for the store. OBJECTS, EVICTED:"
-        " pages there, and pages that had to go. BELOW, LIFTED, DROPPED: pages on its disk, read"
+        " pages there, and pages that had to go. LOWER, PROMOTED, DROPPED: pages on its disk, read"
         " from there, and gone without a copy there. OWNERS: others that lend, usable/known. HITS:"
         " part of the pages asked for that were found. REJECTED: found under other weights, dtype,"
         " TP or page size. LOST: found, and did not come. DECLINED: found, and computed since that"

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from kvstore.client.admission import Judged, Numbers
+from kvstore.client.admission import Admitted, Numbers
 from kvstore.client.deadline import Deadline
 from kvstore.client.gets import Gets
 from kvstore.client.handles import Handle
-from kvstore.client.joining import meet
-from kvstore.client.load_times import Judging, source_of
+from kvstore.client.joining import join
+from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.memory import Memory
 from kvstore.client.owners import Owners
 from kvstore.client.puts import Puts
@@ -35,7 +35,7 @@ from kvstore.host.lease import Lease
 from kvstore.host.place import Place
 from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import BELOW, OWNERS_MAX, Found, Keys, form_of
+from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, Found, Keys, fingerprint_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put
 from kvstore.objects.pieces import Pieces
@@ -50,7 +50,7 @@ __all__ = ["Store"]
 logger = logging.getLogger(__name__)
 
 MIN_PIN_S: Final = 0.001
-ANY_FORM: Final = 0
+ANY_FINGERPRINT: Final = 0
 """With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
 
 
@@ -79,7 +79,7 @@ class Store:
         self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
             self._lease = lease = self._join_owner(undo)
-            members, host = meet(self._config)
+            members, host = join(self._config)
             undo.callback(members.close)
             engine = replace(self._config.engine, keys=members.data_keys, host=host)
             self._engine = undo.enter_context(te.Engine(engine))
@@ -87,8 +87,8 @@ class Store:
             self._rooms = HeaderRooms(self._engine)
             copier = Copier()
             undo.callback(copier.close)
-            self.judging: Final = Judging()
-            self._owners = Owners(self._engine, self._config, members, self.judging, memory)
+            self.load_times: Final = LoadTimes()
+            self._owners = Owners(self._engine, self._config, members, self.load_times, memory)
             undo.callback(self._owners.close)
             if lease is not None:
                 lease.on_join = self._owners.look_soon
@@ -100,7 +100,7 @@ class Store:
                 self._memory,
                 self._rooms,
                 copier,
-                self.judging,
+                self.load_times,
                 self._config.verify,
             )
             self._putting = Puts(self._owners, self._memory, self._config.copies)
@@ -154,7 +154,7 @@ class Store:
             signature: ``Signature.digest``.
             nbytes: the size of each object.
         """
-        places = self._owners.look_up(keys, form_of(signature, nbytes))
+        places = self._owners.look_up(keys, fingerprint_of(signature, nbytes))
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         self._count_lookups(found, places["found"] == Found.OTHER)
         return found
@@ -162,7 +162,7 @@ class Store:
     def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """``exists`` for who does not know the signature or the size yet: whether a key is stored
         with any. A get tells whether it is with the right ones."""
-        places = self._owners.look_up(keys, ANY_FORM)
+        places = self._owners.look_up(keys, ANY_FINGERPRINT)
         found: npt.NDArray[np.bool_] = places["found"] != Found.MISSING
         self._count_lookups(found, np.zeros_like(found))
         return found
@@ -170,11 +170,11 @@ class Store:
     def remembered(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.bool_]:
         """``exists`` for who keeps a book of what is stored: also at owners that are silent at the
         moment, for as long as this process remembers them. Counts as no look-up."""
-        places = self._owners.look_up(keys, form_of(signature, nbytes), b"\1" * OWNERS_MAX)
+        places = self._owners.look_up(keys, fingerprint_of(signature, nbytes), b"\1" * OWNERS_MAX)
         here: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         return here
 
-    def judge(
+    def admit(
         self,
         keys: Keys,
         signature: bytes,
@@ -182,24 +182,24 @@ class Store:
         compute_s: float | None,
         *,
         probe: bool = False,
-    ) -> Judged:
+    ) -> Admitted:
         """As ``exists``, for who needs objects from the first one on and could compute them, which
         takes ``compute_s`` for one; None if that is not known. How many of them are stored, and how
         many of these are worth loading."""
         sources = self._run(keys, signature, nbytes, count=True)
-        return self.judging.judge(sources, nbytes, compute_s, probe)
+        return self.load_times.admit(sources, nbytes, compute_s, probe)
 
     def expected_s(self, keys: Keys, signature: bytes, nbytes: int) -> float | None:
         """How long loading these objects takes; None while that is not known."""
-        return self.judging.expected_s(self._run(keys, signature, nbytes, count=False), nbytes)
+        return self.load_times.expected_s(self._run(keys, signature, nbytes, count=False), nbytes)
 
     def _run(self, keys: Keys, signature: bytes, nbytes: int, *, count: bool) -> Numbers:
         """The sources of the objects before the first one that is not stored."""
-        places = self._owners.look_up(keys, form_of(signature, nbytes))
+        places = self._owners.look_up(keys, fingerprint_of(signature, nbytes))
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         if count:
             self._count_lookups(found, places["found"] == Found.OTHER)
-        sources: Numbers = source_of(places["owner"], places["slot"] == BELOW)
+        sources: Numbers = source_of(places["owner"], places["slot"] == LOWER_TIER)
         return sources if found.all() else sources[: int(found.argmin())]
 
     # -- objects
@@ -332,7 +332,7 @@ class Store:
     def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
         """The owners that are said to have some of the keys with any signature, and which rows."""
         for number in self._owners.usable():
-            held = self._owners.held_by(number, keys, ANY_FORM)
+            held = self._owners.held_by(number, keys, ANY_FINGERPRINT)
             rows = np.flatnonzero(held["found"] != Found.MISSING)
             handle = self._owners.handle(number) if len(rows) else None
             if handle is not None:
@@ -355,7 +355,7 @@ class Store:
             lookups=dict(self._lookups),
             bytes_got=self._bytes_got,
             bytes_put=self._bytes_put,
-            admission=self.judging.counts,
+            admission=self.load_times.counts,
             table_bytes=self._owners.table.nbytes,
             label=self._config.engine.label,
         )

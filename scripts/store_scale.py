@@ -54,7 +54,7 @@ import redis
 import zmq
 
 from kvstore._table import Table
-from kvstore.client.following import Far
+from kvstore.client.following import Following
 from kvstore.membership.index_redis import KEYS, SCRIPT
 from kvstore.membership.members import FORGOTTEN_S
 from kvstore.objects.changes import ADDED, CHANGE, OWNERS_MAX, PLACE, REMOVED, Records
@@ -191,7 +191,7 @@ def client(owners: int, changes_per_s: float, seconds: float) -> dict[str, float
 
         where = {f"{number:032x}": [Where(endpoint)] for number in range(owners)}
         sockets = Sockets()
-        far = Far(made, set_heard, sockets, lambda: where, lambda: None, lambda _: None, 2.0)
+        far = Following(made, set_heard, sockets, lambda: where, lambda: None, lambda _: None, 2.0)
         far.start()
         wait_for(lambda: len(heard) == owners)
         time.sleep(2.0)

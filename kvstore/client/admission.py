@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PROBE_SHARE", "Judged", "Numbers", "Speed", "expected_s", "is_probe", "judge"]
+__all__ = ["PROBE_SHARE", "Admitted", "Numbers", "Speed", "admit", "expected_s", "is_probe"]
 
 MEASURED_MIN: Final = 3
 """Measurements before there is an estimate: the first ones pay for what is set up late."""
@@ -67,7 +67,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Admitted:
     """What became of the objects that were found, from the first one on."""
 
     found: int
@@ -85,9 +85,9 @@ class Judged:
         return self.found - self.offered
 
 
-def judge(
+def admit(
     owners: Numbers, load_s: Mapping[int, float], compute_s: float | None, *, probe: bool = False
-) -> Judged:
+) -> Admitted:
     """Cuts a run of objects where loading more of them stops being worth it.
 
     Owners are read from at the same time, so that a load takes as long as its slowest owner.
@@ -102,13 +102,13 @@ def judge(
     """
     found = len(owners)
     if compute_s is None or not found:
-        return Judged(found, found)
+        return Admitted(found, found)
     counts = np.bincount(owners)
     each_s = {one: load_s.get(one, 0.0) for one in np.flatnonzero(counts).tolist()}
     all_load_s = max(float(counts[one]) * each for one, each in each_s.items())
     all_compute_s = found * compute_s
     if max(each_s.values()) <= compute_s:  # Each one more is worth it.
-        return Judged(found, found, all_load_s, all_compute_s)
+        return Admitted(found, found, all_load_s, all_compute_s)
     loads_s = np.zeros(found)
     for one, each in each_s.items():
         np.maximum(loads_s, np.cumsum(owners == one) * each, out=loads_s)
@@ -116,10 +116,10 @@ def judge(
     best = found - 1 - int(gains_s[::-1].argmax())  # Of equal ones the longest.
     worth = best + 1 if gains_s[best] >= 0 else 0
     if not probe or worth == found:
-        return Judged(found, worth, all_load_s, all_compute_s)
+        return Admitted(found, worth, all_load_s, all_compute_s)
     spent_s = float(loads_s[worth - 1]) if worth else 0.0
     affordable = np.searchsorted(loads_s, spent_s + PROBE_SHARE * all_compute_s, side="right")
-    return Judged(found, max(worth + 1, int(affordable)), all_load_s, all_compute_s, probe=True)
+    return Admitted(found, max(worth + 1, int(affordable)), all_load_s, all_compute_s, probe=True)
 
 
 def expected_s(owners: Numbers, load_s: Mapping[int, float]) -> float | None:

@@ -36,10 +36,10 @@ from kvstore.protocol.messages import (
     encode,
     split,
 )
-from kvstore.protocol.rate_limited_log import Seldom
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 from kvstore.protocol.sockets import Sockets, Where
 
-__all__ = ["Far", "Followed"]
+__all__ = ["Followed", "Following"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ ASKED_MAX: Final = 1024
 class Followed:
     """One owner, as this process knows it. For the loop's thread, except ``card`` and ``asker``."""
 
-    def __init__(self, far: Far, name: str, where: Where) -> None:
+    def __init__(self, following: Following, name: str, where: Where) -> None:
         self.name: Final = name
         #: 0 before the owner's first answer.
         self.number = 0
         #: Replaced as a whole. None before the owner's first answer.
         self.card: OwnerCard | None = None
-        self.asker: Final = Asker(far.sockets, where, name)
-        self._far = far
+        self.asker: Final = Asker(following.sockets, where, name)
+        self._following = following
         self.where: Final = where
         self._socket: zmq.Socket[bytes] | None = None
         #: Of that one; see ``Sockets.connect_watched``.
@@ -81,20 +81,20 @@ class Followed:
         self._part = 0
         #: Whether the table has all that the owner had when ``_changes`` was the next number.
         self._is_whole = False
-        self._heard_s = self._far.clock.now_s()
+        self._heard_s = self._following.clock.now_s()
         self._waiting_since_s = 0.0
         self.greet()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last answer."""
-        return self._far.clock.now_s() - self._heard_s
+        return self._following.clock.now_s() - self._heard_s
 
     def ask_soon(self, question: Question) -> Future[Answer]:
         """Asks in the loop's thread, from any thread; who does not need the answer leaves it. The
         future raises ``NoAnswer``; it may never end once the store is closed."""
         future: Future[Answer] = Future()
-        self._far.loop.call(lambda: self._ask(question, future))
+        self._following.loop.call(lambda: self._ask(question, future))
         return future
 
     # -- in the loop's thread
@@ -104,26 +104,26 @@ class Followed:
         self._ask(question, Future())
 
     def _ask(self, question: Question, future: Future[Answer]) -> None:
-        self._send(question, future, self._far.clock.now_s() + FORGET_S)
+        self._send(question, future, self._following.clock.now_s() + FORGET_S)
 
     def greet(self) -> None:
         """Connects anew and begins from the start. If it cannot, ``check`` tries again."""
         self.close()
-        self._waiting_since_s = self._far.clock.now_s()
+        self._waiting_since_s = self._following.clock.now_s()
         try:
-            self._socket, self._ended = self._far.sockets.connect_watched(self.where)
+            self._socket, self._ended = self._following.sockets.connect_watched(self.where)
         except zmq.ZMQError as exc:  # Too many open files.
             logger.warning("owner %s cannot be connected to: %s", self.name, exc)
             return
-        self._far.loop.add(self._socket, self._on_readable)
-        self._far.loop.add(self._ended, self._on_ended)
+        self._following.loop.add(self._socket, self._on_readable)
+        self._following.loop.add(self._ended, self._on_ended)
         self._follow(Greet(VERSION), self._on_hello)
 
     def close(self) -> None:
         """Ends the connection, and all questions."""
         if self._socket is not None and self._ended is not None:
             for one in (self._socket, self._ended):
-                self._far.loop.remove(one)
+                self._following.loop.remove(one)
             self._socket.disable_monitor()
             self._socket.close()
             self._ended.close()
@@ -135,14 +135,14 @@ class Followed:
 
     def check(self, now_s: float, timeout_s: float) -> None:
         """Ends questions that are too old, and takes an owner out of look-ups that is silent. By
-        ``Far.clock``."""
+        ``Following.clock``."""
         late = [one for one, (_, deadline_s) in self._asked.items() if deadline_s < now_s]
         for one in late:
             self._asked.pop(one)[0].set_exception(
                 NoAnswer(f"owner {self.name} does not answer in time")
             )
         if self.is_late(now_s, timeout_s):
-            if self._far.set_heard(self.number, False):
+            if self._following.set_heard(self.number, False):
                 logger.warning(
                     "owner %s has not answered for %.1f s: its pages are not used until it answers",
                     self.name,
@@ -151,12 +151,12 @@ class Followed:
             self.greet()
 
     def is_late(self, now_s: float, timeout_s: float) -> bool:
-        """Whether an answer is missing that should have come. By ``Far.clock``."""
+        """Whether an answer is missing that should have come. By ``Following.clock``."""
         return now_s - self._waiting_since_s > timeout_s + 1.0
 
     def _follow(self, question: Question, then: Callable[[Answer], None]) -> None:
         """Asks something whose answer the loop itself uses."""
-        self._waiting_since_s = self._far.clock.now_s()
+        self._waiting_since_s = self._following.clock.now_s()
         future: Future[Answer] = Future()
         future.add_done_callback(lambda one: None if one.exception() else then(one.result()))
         # ``check`` ends it: a longer deadline than the one there.
@@ -167,7 +167,7 @@ class Followed:
             future.set_exception(NoAnswer(f"owner {self.name} has {ASKED_MAX} questions already"))
             return
         request_id = REQUEST_ID.pack(next(self._ids))
-        self._far.loop.has_sent(self._socket)
+        self._following.loop.has_sent(self._socket)
         try:
             self._socket.send(request_id + encode(question), zmq.NOBLOCK)
         except zmq.Again:
@@ -183,9 +183,11 @@ class Followed:
             except zmq.Again:
                 return
             except msgspec.DecodeError as exc:
-                self._far.nonsense.warn("owner %s answers what cannot be read: %s", self.name, exc)
+                self._following.nonsense.warn(
+                    "owner %s answers what cannot be read: %s", self.name, exc
+                )
                 continue
-            self._heard_s = self._far.clock.now_s()
+            self._heard_s = self._following.clock.now_s()
             asked = self._asked.pop(request_id, None)
             if asked is None:
                 continue
@@ -200,12 +202,12 @@ class Followed:
         assert self._ended is not None
         self._ended.recv_multipart(zmq.NOBLOCK)
         if self._is_greeted:
-            self._far.set_heard(self.number, False)
+            self._following.set_heard(self.number, False)
             logger.info("the connection to owner %s has ended: it is greeted again", self.name)
             self.greet()
 
     def _on_hello(self, answer: Answer) -> None:
-        if not isinstance(answer, Hello) or not (self.number or self._far.admit(self)):
+        if not isinstance(answer, Hello) or not (self.number or self._following.admit(self)):
             return
         self._is_greeted = True
         former, self.card = (
@@ -223,13 +225,13 @@ class Followed:
         if self._is_whole and self.card == former:
             # The connection was cut, and nothing was lost but time: what is known stays known, or
             # whoever has found a page would not find it any more when he loads it.
-            self._far.set_heard(self.number, True)
+            self._following.set_heard(self.number, True)
             self._follow(Follow(self._changes), self._on_changes)
             return
         self._is_whole = False
-        self._far.table.drop(self.number)
+        self._following.table.drop(self.number)
         self._changes, self._part = answer.number, 0
-        self._far.set_heard(self.number, True)
+        self._following.set_heard(self.number, True)
         self._next_parts()
 
     def _next_parts(self) -> None:
@@ -253,17 +255,17 @@ class Followed:
         elif self._apply(answer):
             assert isinstance(answer, Changes)
             self._changes = answer.number
-            self._far.set_heard(self.number, True)
+            self._following.set_heard(self.number, True)
             self._follow(Follow(self._changes), self._on_changes)
 
     def _apply(self, answer: Answer) -> bool:
         if not isinstance(answer, Changes) or answer.changes is None:
             return False
-        self._far.table.apply(self.number, answer.changes)
+        self._following.table.apply(self.number, answer.changes)
         return True
 
 
-class Far:
+class Following:
     """The owners of other processes, found by looking for them every half second."""
 
     def __init__(
@@ -305,7 +307,7 @@ class Far:
         #: For the loop's thread.
         self.clock: Final = RunningClock(time.monotonic, STILL_S)
         #: For lines that another process can cause as often as it likes.
-        self.nonsense: Final = Seldom(logger)
+        self.nonsense: Final = RateLimitedLog(logger)
         self.loop: Final = Loop("kvstore-client", TICK_S, self._on_time)
 
     def start(self) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How objects are got: by owner, out of memory of this host or by te, and from below at last."""
+"""How objects are got: by owner, out of memory of this host or by te, and from lower tiers at
+last."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.client.load_times import Judging, source_of
+from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.mapped_reads import MappedGroup
 from kvstore.client.memory import Memory
 from kvstore.client.owners import Owners
-from kvstore.client.promoting import lifted_parts
+from kvstore.client.promoting import promoted_parts
 from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms
-from kvstore.objects.changes import BELOW, PLACE, Found, Keys, Records, form_of
+from kvstore.objects.changes import LOWER_TIER, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import Pieces
@@ -27,13 +28,13 @@ __all__ = ["Gets"]
 ATTEMPTS: Final = 2
 """A get looks again for what an owner has not given."""
 BARREN_MAX: Final = 8
-"""So often an object may be pushed out again between its lift and its read."""
-SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
+"""So often an object may be pushed out again between its promotion and its read."""
+SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.NOT_PROMOTED}
 """Outcomes that a second look would not change."""
-TO_ASK: Final = {Got.LEFT_BELOW, Got.MOVED}
+TO_ASK: Final = {Got.NOT_PROMOTED, Got.MOVED}
 """Outcomes of which the owner knows more: it is asked where the object is."""
-TO_LIFT: Final = TO_ASK | {Got.UNREACHABLE}
-"""Outcomes of a lift after which another owner may have a copy."""
+TO_PROMOTE: Final = TO_ASK | {Got.UNREACHABLE}
+"""Outcomes of a promotion after which another owner may have a copy."""
 
 
 class Gets:
@@ -46,7 +47,7 @@ class Gets:
         memory: Memory,
         rooms: HeaderRooms,
         copier: Copier,
-        judging: Judging,
+        load_times: LoadTimes,
         verify: bool,
     ) -> None:
         """``verify``: ``Config.verify``."""
@@ -54,7 +55,7 @@ class Gets:
         self._memory = memory
         self._rooms = rooms
         self._copier = copier
-        self._judging = judging
+        self._load_times = load_times
         self._verify = verify
 
     def get(
@@ -64,7 +65,7 @@ class Gets:
         self._owners.touch_soon(keys, signature, destination.object_bytes)
         outcomes = [Got.MISSING] * len(keys)
         open_rows: Sequence[int] = range(len(keys))
-        form = form_of(signature, destination.object_bytes)
+        fingerprint = fingerprint_of(signature, destination.object_bytes)
         failed: set[int] = set()
         is_readable = self._memory.is_readable(destination)
         at_once = self._verify and is_readable
@@ -72,7 +73,9 @@ class Gets:
             ranks = bytearray(self._owners.ranks)
             for number in failed:
                 ranks[number] = 0
-            places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
+            places = self._owners.look_up(
+                keys[np.asarray(open_rows, np.intp)], fingerprint, bytes(ranks)
+            )
             found = self._groups(keys, signature, destination, open_rows, places, outcomes)
             near = [one for one in found if is_readable and one.source.window is not None]
             groups = [one for one in found if not (is_readable and one.source.window is not None)]
@@ -112,11 +115,11 @@ class Gets:
         loads has looked them up before, and their owner may have become silent since."""
         self._owners.touch_soon(keys, signature, destination.object_bytes)
         outcomes = [Got.MISSING] * len(keys)
-        form = form_of(signature, destination.object_bytes)
+        fingerprint = fingerprint_of(signature, destination.object_bytes)
         is_readable = self._memory.is_readable(destination)
-        places = self._owners.look_up(keys, form)
+        places = self._owners.look_up(keys, fingerprint)
         if is_readable and not (places["found"] == Found.HERE).all():
-            places = self._owners.look_up(keys, form, self._owners.ranks_of_loads)
+            places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_loads)
         rows = range(len(keys))
         groups = self._groups(keys, signature, destination, rows, places, outcomes)
         if is_readable:
@@ -193,10 +196,10 @@ class Gets:
             outcomes[row] = Got.REJECTED
         for row in wanted[places["found"] == Found.SILENT].tolist():
             outcomes[row] = Got.UNREACHABLE
-        is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
-        for row in wanted[is_below].tolist():
-            outcomes[row] = Got.LEFT_BELOW
-        found = wanted[(places["found"] == Found.HERE) & ~is_below]
+        is_in_lower_tier = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
+        for row in wanted[is_in_lower_tier].tolist():
+            outcomes[row] = Got.NOT_PROMOTED
+        found = wanted[(places["found"] == Found.HERE) & ~is_in_lower_tier]
         groups: list[Group] = []
         owners = whole["owner"][found]
         for number in sorted(set(owners.tolist())):
@@ -222,7 +225,7 @@ class Gets:
         begun_s = time.monotonic()
         came = group.bring(pieces, window, self._copier, self._verify)
         took_s = time.monotonic() - begun_s
-        self._judging.measured(group.source.number, took_s, len(came) * destination.object_bytes)
+        self._load_times.measured(group.source.number, took_s, len(came) * destination.object_bytes)
         if is_all:
             outcomes[:] = came
             return
@@ -246,7 +249,7 @@ class Gets:
             _cancel(groups)
             raise
 
-    # -- from below
+    # -- from lower tiers
 
     def _get_below(
         self,
@@ -257,8 +260,8 @@ class Gets:
         outcomes: list[Got],
         deadline_s: float,
     ) -> None:
-        """Reads objects that lie below, as far as their owners lift them: some at a time, as they
-        push out each other. Ends after a few rounds that have brought nothing."""
+        """Reads objects that lie in the lower tier, as far as their owners promote them: some at a
+        time, as they push out each other. Ends after a few rounds that have brought nothing."""
         nbytes, barren = destination.object_bytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
             begun_s, read = time.monotonic(), list[Group]()
@@ -266,7 +269,7 @@ class Gets:
             moved = [one is Got.MOVED for one in before]
             for row in rows:
                 outcomes[row] = Got.MISSING
-            parts = lifted_parts(
+            parts = promoted_parts(
                 self._owners, keys[list(rows)], signature, nbytes, moved, deadline_s
             )
             with contextlib.closing(parts):
@@ -277,7 +280,7 @@ class Gets:
                     read += groups
                     self._read(groups, destination, outcomes, deadline_s)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
-            left = [row for row in rows if outcomes[row] in TO_LIFT]
+            left = [row for row in rows if outcomes[row] in TO_PROMOTE]
             for row, one in zip(rows, before, strict=True):
                 # Its owner has said so, or is not looked up any more: it is not asked again.
                 if outcomes[row] is Got.MISSING and one in (Got.MOVED, Got.UNREACHABLE):
@@ -289,19 +292,20 @@ class Gets:
 
     def _measure(self, group: Group, destination: Pieces) -> None:
         nbytes = len(group.rows) * destination.object_bytes
-        self._judging.measured(group.source.number, group.took_s, nbytes)
+        self._load_times.measured(group.source.number, group.took_s, nbytes)
 
     def _measure_below(
         self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
     ) -> None:
-        """What lay below took the time of its lift, too. Owners lift one after the other."""
+        """What lay in the lower tier took the time of its promotion, too. Owners promote one after
+        the other."""
         right: Counter[int] = Counter()
         for group in groups:
             right[group.source.number] += sum(outcomes[row] is Got.RIGHT for row in group.rows)
         for number, count in right.items():
             if count:
                 below = int(source_of(np.uint16(number), np.True_))
-                self._judging.measured(below, took_s, count * nbytes)
+                self._load_times.measured(below, took_s, count * nbytes)
 
 
 def _cancel(groups: Sequence[Group]) -> None:

@@ -23,7 +23,7 @@ from kvstore.owner.owner import Grant, Owner
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.messages import (
-    LIFT_MS_MAX,
+    PROMOTE_MS_MAX,
     STORED_BYTES_MAX,
     TRAY_BYTES,
     Abandon,
@@ -33,9 +33,9 @@ from kvstore.protocol.messages import (
     Done,
     Granted,
     InMemory,
-    Lift,
     Pin,
     Pins,
+    Promote,
     Publish,
     Question,
     Remove,
@@ -45,9 +45,9 @@ from kvstore.protocol.messages import (
     Unpin,
 )
 from kvstore.rules.object_table import Verdict
-from kvstore.rules.tiered_table import Lifted, LiftState
+from kvstore.rules.tiered_table import Promoted, PromotionState
 
-__all__ = ["FarHandle", "Handle", "OwnHandle"]
+__all__ = ["Handle", "LocalHandle", "RemoteHandle"]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
@@ -84,8 +84,10 @@ class Handle(Protocol):
     def abandon(self, claim_id: int) -> None:
         """Ends a claim. It raises nothing."""
 
-    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
-        """See ``Owner.lift``."""
+    def promote(
+        self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
+    ) -> Sequence[Promoted]:
+        """See ``Owner.promote``."""
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
         """See ``Owner.pin``."""
@@ -101,7 +103,7 @@ class Handle(Protocol):
         """Has all objects of a signature removed, as ``remove_soon``."""
 
 
-class OwnHandle:
+class LocalHandle:
     """This process's own."""
 
     def __init__(self, owner: Owner, engine: te.Engine, source: Source) -> None:
@@ -138,9 +140,11 @@ class OwnHandle:
         """See ``Handle``."""
         self._owner.abandon(claim_id)
 
-    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+    def promote(
+        self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
+    ) -> Sequence[Promoted]:
         """See ``Handle``."""
-        return self._owner.lift(keys, signature, nbytes, timeout_s)
+        return self._owner.promote(keys, signature, nbytes, timeout_s)
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
         """See ``Handle``."""
@@ -159,7 +163,7 @@ class OwnHandle:
         return _done_after(self._owner.clear_soon(signature))
 
 
-class FarHandle:
+class RemoteHandle:
     """Another process's."""
 
     def __init__(
@@ -232,20 +236,22 @@ class FarHandle:
         claim's deadline."""
         self._owner.ask_soon(Abandon(claim_id))
 
-    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+    def promote(
+        self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
+    ) -> Sequence[Promoted]:
         """See ``Handle``. The owner answers a little before the time has passed, and after
         ``timeout_s`` of this object at the latest: so one that has died is noticed."""
         timeout_s = min(timeout_s, self._timeout_s)
-        timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), LIFT_MS_MAX)
-        question = Lift(keys.tobytes(), signature, nbytes, timeout_ms)
+        timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), PROMOTE_MS_MAX)
+        question = Promote(keys.tobytes(), signature, nbytes, timeout_ms)
         answer = self._ask(question, InMemory, timeout_s)
         with self._sense("what is in memory"):
-            states = [LiftState(one) for one in answer.states]
+            states = [PromotionState(one) for one in answer.states]
             slots = np.frombuffer(answer.slots, "<u4").tolist()
             generations = np.frombuffer(answer.generations, "<u4").tolist()
             if not len(keys) == len(states) == len(slots) == len(generations):
                 raise ValueError(f"it does not say it of each of {len(keys)} objects")
-            return list(map(Lifted, states, slots, generations))
+            return list(map(Promoted, states, slots, generations))
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
         """See ``Handle``."""

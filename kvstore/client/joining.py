@@ -8,10 +8,10 @@ from kvstore.config import Config
 from kvstore.membership.directory import Directory
 from kvstore.membership.members import Members, host_towards
 
-__all__ = ["meet"]
+__all__ = ["join"]
 
 
-def meet(config: Config) -> tuple[Membership, str]:
+def join(config: Config) -> tuple[Membership, str]:
     """How this process finds the others, and the address of this host that they use."""
     if not config.index:
         return Directory(config.directory), config.host or config.engine.host

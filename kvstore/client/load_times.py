@@ -9,14 +9,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvstore.client.admission import Judged, Numbers, Speed, expected_s, judge
+from kvstore.client.admission import Admitted, Numbers, Speed, admit, expected_s
 from kvstore.objects.changes import OWNERS_MAX
 
-__all__ = ["AdmissionCounts", "Judging", "source_of"]
+__all__ = ["AdmissionCounts", "LoadTimes", "source_of"]
 
 
 def source_of(owners: Any, below: Any) -> Any:
-    """The numbers of sources, as admission tells them apart: an owner's memory, or a tier below it.
+    """The numbers of sources, as admission tells them apart: an owner's memory, or its lower tier.
     Both are arrays, or both are numpy's scalars."""
     return owners + below * np.uint16(OWNERS_MAX)
 
@@ -37,7 +37,7 @@ class AdmissionCounts(msgspec.Struct, frozen=True):
     unpaid: int = 0
 
 
-class Judging:
+class LoadTimes:
     """All methods are thread-safe."""
 
     def __init__(self) -> None:
@@ -66,9 +66,11 @@ class Judging:
 
     # -- judgements
 
-    def judge(self, sources: Numbers, nbytes: int, compute_s: float | None, probe: bool) -> Judged:
-        """``admission.judge`` for objects of ``nbytes``."""
-        return judge(sources, self._each_s(nbytes), compute_s, probe=probe)
+    def admit(
+        self, sources: Numbers, nbytes: int, compute_s: float | None, probe: bool
+    ) -> Admitted:
+        """``admission.admit`` for objects of ``nbytes``."""
+        return admit(sources, self._each_s(nbytes), compute_s, probe=probe)
 
     def expected_s(self, sources: Numbers, nbytes: int) -> float | None:
         """``admission.expected_s`` for objects of ``nbytes``."""
@@ -81,15 +83,15 @@ class Judging:
 
     # -- what came of it
 
-    def count(self, judged: Judged) -> None:
+    def count(self, admitted: Admitted) -> None:
         """Once for each request."""
         with self._lock:
             now = self._counts
             self._counts = msgspec.structs.replace(
                 now,
-                admitted=now.admitted + judged.offered,
-                declined=now.declined + judged.declined,
-                probes=now.probes + judged.probe,
+                admitted=now.admitted + admitted.offered,
+                declined=now.declined + admitted.declined,
+                probes=now.probes + admitted.probe,
             )
 
     def loaded(self, expected_s: float, took_s: float, compute_s: float) -> None:

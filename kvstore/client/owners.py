@@ -17,14 +17,14 @@ import numpy as np
 import te
 from kvstore._table import Table
 from kvstore.client.connecting import Connections, Known
-from kvstore.client.following import Far
-from kvstore.client.handles import FarHandle, Handle, OwnHandle
-from kvstore.client.load_times import Judging
+from kvstore.client.following import Following
+from kvstore.client.handles import Handle, LocalHandle, RemoteHandle
+from kvstore.client.load_times import LoadTimes
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
+from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.owner.answering import Answerer
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.owner.service import Service
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 OWN: Final = 0
 """The number of this process's own owner in the table; others are above."""
 OWN_RANK: Final = 3
-FAR_RANK: Final = 2
+REMOTE_RANK: Final = 2
 SILENT_RANK: Final = 1
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
@@ -88,13 +88,13 @@ class Owners:
         engine: te.Engine,
         config: Config,
         members: Membership,
-        judging: Judging,
+        load_times: LoadTimes,
         memory: MemoryFile | None = None,
     ) -> None:
         """Lends memory if ``Config.memory`` says so, and looks for others among the members.
         ``memory``: see ``Owner``. ``OSError`` if there is not enough memory."""
         self._engine = engine
-        self._judging = judging
+        self._load_times = load_times
         self._config = config
         self.table: Final = Table()
         self.own: Owner | None = None
@@ -128,7 +128,7 @@ class Owners:
                 found.pop(engine.id, None)
                 return found
 
-            self._far = Far(
+            self._following = Following(
                 self.table,
                 self._set_heard,
                 sockets,
@@ -137,8 +137,8 @@ class Owners:
                 self._connections.drop,
                 config.request_timeout_s,
             )
-            self._far.start()
-            undo.callback(self._far.close)
+            self._following.start()
+            undo.callback(self._following.close)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -157,24 +157,24 @@ class Owners:
         """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
         one before can still be read."""
         ranks = bytearray(self._ranks)
-        for one in self._far.owners():
+        for one in self._following.owners():
             known = self._connections.get(one.number)
             if known is not None and known.caller is not None and known.caller.window is not None:
                 ranks[one.number] = ranks[one.number] or SILENT_RANK
         return bytes(ranks)
 
-    def look_up(self, keys: Keys, form: int, ranks: bytes | None = None) -> Records:
+    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
         """Where objects are said to lie: dtype ``PLACE``, one for each key."""
         places = np.empty(len(keys), PLACE)
         ranks = self.ranks if ranks is None else ranks
-        self.table.look_up(np.ascontiguousarray(keys), form, ranks, places)
+        self.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places)
         return places
 
-    def held_by(self, number: int, keys: Keys, form: int) -> Records:
+    def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
         """``look_up`` at one owner alone."""
         ranks = bytearray(OWNERS_MAX)
         ranks[number] = 1
-        return self.look_up(keys, form, bytes(ranks))
+        return self.look_up(keys, fingerprint, bytes(ranks))
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         """Has owners told within a tenth of a second that objects are read, so that they keep them.
@@ -190,15 +190,15 @@ class Owners:
             self._touch(*self._touched.popleft())
 
     def _touch(self, keys: Keys, signature: bytes, nbytes: int) -> None:
-        places = self.look_up(keys, form_of(signature, nbytes))
+        places = self.look_up(keys, fingerprint_of(signature, nbytes))
         found = places["found"] == Found.HERE
         for number in np.unique(places["owner"][found]).tolist():
             some = keys[found & (places["owner"] == number)]
-            far = self._far.owner(number)
+            followed = self._following.owner(number)
             if number == OWN and self.own is not None:
                 self.own.touch(some, signature)
-            elif far is not None:
-                far.tell(Touch(some[:CLAIM_OBJECTS_MAX].tobytes(), signature))
+            elif followed is not None:
+                followed.tell(Touch(some[:CLAIM_OBJECTS_MAX].tobytes(), signature))
 
     # -- owners
 
@@ -225,16 +225,18 @@ class Owners:
         if card is None:
             return None
         peer = self._engine.connect(card.engine)
-        self._judging.forget(number)  # It may be another owner, or another way to it.
+        self._load_times.forget(number)  # It may be another owner, or another way to it.
         return Known(card.engine, peer, self._call(number, card, peer))
 
     def _call(self, number: int, card: OwnerCard, peer: te.Peer) -> Caller | None:
         """For another process of this host, if te goes there without a network."""
-        far = self._far.owner(number) if number != OWN else None
-        if far is None or not far.where.near or peer.transport != "samehost":
+        followed = self._following.owner(number) if number != OWN else None
+        if followed is None or not followed.where.near or peer.transport != "samehost":
             return None
         try:
-            return Caller(far.where.near, far.name, card.engine, self._config.request_timeout_s)
+            return Caller(
+                followed.where.near, followed.name, card.engine, self._config.request_timeout_s
+            )
         except NoAnswer as exc:
             logger.warning("the memory of an owner on this host is read and written by te: %s", exc)
             return None
@@ -253,9 +255,9 @@ class Owners:
                 one.name,
                 self.table.count(one.number),
                 bool(ranks[one.number]),
-                self._judging.bytes_per_s(one.number),
+                self._load_times.bytes_per_s(one.number),
             )
-            for one in self._far.owners()
+            for one in self._following.owners()
         )
 
     def usable(self) -> Sequence[int]:
@@ -265,7 +267,7 @@ class Owners:
 
     def look_soon(self) -> None:
         """A new one is there: has it looked for now."""
-        self._far.look_soon()
+        self._following.look_soon()
 
     def wait_usable(self, timeout_s: float) -> bool:
         """Waits until one can be used for the first time; whether it can."""
@@ -277,21 +279,21 @@ class Owners:
         if source is None:
             return None
         if number == OWN:
-            return None if self.own is None else OwnHandle(self.own, self._engine, source)
-        far = self._far.owner(number)
-        if far is None:
+            return None if self.own is None else LocalHandle(self.own, self._engine, source)
+        followed = self._following.owner(number)
+        if followed is None:
             return None
         known = self._connections.get(number)
         caller = None if known is None else known.caller
-        return FarHandle(far, self._engine, source, caller, self._config.request_timeout_s)
+        return RemoteHandle(followed, self._engine, source, caller, self._config.request_timeout_s)
 
     def names_and_weights(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
         """For ``placement.choose``: what all clients know the owners by, and how much they lend."""
         names, weights = [], []
         for number in numbers:
             card = self._card(number)
-            far = self._far.owner(number)
-            name = self._engine.id if far is None else far.name
+            followed = self._following.owner(number)
+            name = self._engine.id if followed is None else followed.name
             names.append(bytes.fromhex(name))
             weights.append(1.0 if card is None else float(card.chunks * card.object_bytes_max))
         return names, weights
@@ -299,8 +301,8 @@ class Owners:
     def _card(self, number: int) -> OwnerCard | None:
         if number == OWN:
             return None if self.own is None else self.own.card
-        far = self._far.owner(number)
-        return None if far is None else far.card
+        followed = self._following.owner(number)
+        return None if followed is None else followed.card
 
     def _set_heard(self, number: int, is_heard: bool) -> bool:
         """Another owner answers, or does not. Returns whether it can be used since, or not any
@@ -319,7 +321,7 @@ class Owners:
         with self._lock:
             rank = 0
             if self._connections.get(number) is not None:
-                rank = OWN_RANK if number == OWN else FAR_RANK * (number in self._heard)
+                rank = OWN_RANK if number == OWN else REMOTE_RANK * (number in self._heard)
             changed = self._ranks[number] != rank
             self._ranks[number] = rank
         if rank:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has owners bring objects into memory that lie below: nobody reads from below but their owner."""
+"""Has owners bring objects into memory that lie in the lower tier: nobody reads from there but
+their owner."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ import numpy as np
 
 from kvstore.client.handles import Handle
 from kvstore.client.owners import Owners
-from kvstore.objects.changes import BELOW, Found, Keys, Records, form_of
+from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprint_of
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
-from kvstore.rules.tiered_table import LiftState
+from kvstore.rules.tiered_table import PromotionState
 
-__all__ = ["lift", "lifted_parts"]
+__all__ = ["promote", "promoted_parts"]
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES: Final = 8 << 20
-"""So much is lifted while as much is read."""
+"""So much is promoted while as much is read."""
 
 
-def lifted_parts(
+def promoted_parts(
     owners: Owners,
     keys: Keys,
     signature: bytes,
@@ -35,7 +36,7 @@ def lifted_parts(
     moved: Sequence[bool],
     deadline_s: float,
 ) -> Generator[tuple[slice, Records], None, None]:
-    """Has objects lifted in parts, the next one while the caller reads the last; blocks.
+    """Has objects promoted in parts, the next one while the caller reads the last; blocks.
 
     Args:
         owners: know where the objects lie.
@@ -46,30 +47,30 @@ def lifted_parts(
             below since then, and the announcement may be late: it is asked.
         deadline_s: of the monotonic clock.
 
-    Yields the keys of a part, and where they lie now, as ``lift`` leaves it.
+    Yields the keys of a part, and where they lie now, as ``promote`` leaves it.
     """
     step = max(PART_BYTES // nbytes, 1)
     parts = [slice(first, first + step) for first in range(0, len(keys), step)]
 
-    def lifted(part: slice) -> Records:
-        places = owners.look_up(keys[part], form_of(signature, nbytes))
-        places["slot"][np.asarray(moved[part], bool)] = BELOW
-        lift(owners.handle, keys[part], signature, nbytes, places, deadline_s)
+    def promoted(part: slice) -> Records:
+        places = owners.look_up(keys[part], fingerprint_of(signature, nbytes))
+        places["slot"][np.asarray(moved[part], bool)] = LOWER_TIER
+        promote(owners.handle, keys[part], signature, nbytes, places, deadline_s)
         return places
 
     if len(parts) < 2:
-        yield from ((part, lifted(part)) for part in parts)
+        yield from ((part, promoted(part)) for part in parts)
         return
-    with ThreadPoolExecutor(1, "kvstore-lifting") as ahead:
-        coming = ahead.submit(lifted, parts[0])
+    with ThreadPoolExecutor(1, "kvstore-promoting") as ahead:
+        coming = ahead.submit(promoted, parts[0])
         for part, after in itertools.zip_longest(parts, parts[1:]):
             places = coming.result()
             if after is not None:
-                coming = ahead.submit(lifted, after)
+                coming = ahead.submit(promoted, after)
             yield part, places
 
 
-def lift(
+def promote(
     handle: Callable[[int], Handle | None],
     keys: Keys,
     signature: bytes,
@@ -77,7 +78,7 @@ def lift(
     places: Records,
     deadline_s: float,
 ) -> None:
-    """Asks each owner once for those of the objects that lie below; blocks.
+    """Asks each owner once for those of the objects that lie in the lower tier; blocks.
 
     Args:
         handle: an owner by its number; None if it cannot be reached.
@@ -86,10 +87,10 @@ def lift(
         nbytes: the size of each.
         places: where they were looked up, dtype ``PLACE``. Those that are in memory now get their
             slots, those that are gone become ``MISSING``, and those of owners that have ended or
-            cannot be reached become ``SILENT``; the others stay ``BELOW``.
+            cannot be reached become ``SILENT``; the others stay ``LOWER_TIER``.
         deadline_s: of the monotonic clock.
     """
-    below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+    below = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
     for number in np.unique(places["owner"][below]).tolist():
         rows = np.flatnonzero(below & (places["owner"] == number))[:CLAIM_OBJECTS_MAX]
         owner = handle(number)
@@ -98,15 +99,15 @@ def lift(
             continue
         left_s = max(deadline_s - time.monotonic(), 0.0)
         try:
-            lifted = owner.lift(keys[rows], signature, nbytes, left_s)
+            promoted = owner.promote(keys[rows], signature, nbytes, left_s)
         except NoAnswer as exc:
-            logger.warning("objects were not lifted: %s", exc)
+            logger.warning("objects were not promoted: %s", exc)
             # Else its disk may have needed the whole time.
             if time.monotonic() < deadline_s or handle(number) is None:
                 places["found"][rows] = Found.SILENT
             continue
-        for row, one in zip(rows.tolist(), lifted, strict=True):
-            if one.state is LiftState.HERE:
+        for row, one in zip(rows.tolist(), promoted, strict=True):
+            if one.state is PromotionState.HERE:
                 places[row]["slot"], places[row]["generation"] = one.slot, one.generation
-            elif one.state is LiftState.GONE:
+            elif one.state is PromotionState.GONE:
                 places[row]["found"] = Found.MISSING

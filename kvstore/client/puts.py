@@ -14,7 +14,7 @@ from kvstore.client.memory import Memory
 from kvstore.client.owners import OWN, Owners
 from kvstore.client.placement import choose
 from kvstore.client.writing import put_at_once, put_group
-from kvstore.objects.changes import Found, Keys, form_of
+from kvstore.objects.changes import Found, Keys, fingerprint_of
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
@@ -66,7 +66,7 @@ class Puts:
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
     ) -> Sequence[Put]:
         """Stores objects at one owner, apart from those that it has."""
-        held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
+        held = self._owners.held_by(number, keys, fingerprint_of(signature, source.object_bytes))
         rows = np.flatnonzero(held["found"] != Found.HERE)
         handle = self._owners.handle(number) if len(rows) else None
         if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:

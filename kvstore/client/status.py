@@ -82,8 +82,8 @@ def _table(statuses: Sequence[StoreStatus]) -> list[str]:
         "OBJECTS",
         "EVICTED",
         "PINNED",
-        "BELOW",
-        "LIFTED",
+        "LOWER",
+        "PROMOTED",
         "DROPPED",
         "OWNERS",
         "HITS",
@@ -123,9 +123,9 @@ def _row(one: StoreStatus) -> tuple[str, ...]:
 
 
 def _tier(own: OwnerStats | None) -> tuple[str, str, str]:
-    if own is None or not own.below_capacity:
+    if own is None or not own.lower_tier_capacity:
         return "-", "-", "-"
-    return str(own.below), str(own.lifted), str(own.dropped)
+    return str(own.lower_tier), str(own.promoted), str(own.dropped)
 
 
 def _bytes(count: float) -> str:

@@ -27,7 +27,7 @@ from kvstore.host.messages import (
 from kvstore.host.place import Lock, Place, check_user
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.protocol.messages import VERSION
-from kvstore.protocol.rate_limited_log import Seldom
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 
 __all__ = ["Brought", "Hosting"]
 
@@ -60,7 +60,7 @@ class Hosting:
         # An operator's owner keeps its memory for itself, or in a file.
         self._adoption = Adoption("" if self._is_service else lock.memory(), now_s)
         self._brought: Brought | None = None
-        self._strange = Seldom(logger)
+        self._strange = RateLimitedLog(logger)
         self._has: dict[str, Any] | None = None
         self._memory: MemoryFile | None = None
         self._is_ending = self._is_closed = False

@@ -5,7 +5,7 @@ memory is in the file, whoever is killed.
     | head: 4 KiB | slab |
 
 The kernel writes changed pages to the disk in its own time. After a crash of the machine some of
-them are of another time than the rest: checksums tell (``Shelf.adopt``).
+them are of another time than the rest: checksums tell (``ObjectTable.adopt``).
 """
 
 from __future__ import annotations

@@ -58,21 +58,21 @@ METRICS: Final = (
     Metric("got_bytes_total", "counter", (), "Bytes of the objects that this process read."),
     Metric("put_bytes_total", "counter", (), "Bytes of the objects that this process stored."),
     Metric(
-        "judged_total",
+        "admission_objects_total",
         "counter",
         ("verdict",),
         "Objects that were found, by what was done with them: admitted to be loaded, or declined,"
         " since computing them was expected to take less time.",
     ),
     Metric(
-        "judged_loads_total",
+        "admission_loads_total",
         "counter",
         ("outcome",),
         "Loads whose time was estimated beforehand: paid, or unpaid, which means that they took"
         " longer than computing their objects would have.",
     ),
     Metric(
-        "judged_loads_seconds_total",
+        "admission_loads_seconds_total",
         "counter",
         ("time",),
         "Time of these loads: expected, and taken.",
@@ -96,18 +96,21 @@ METRICS: Final = (
     Metric("evicted_total", "counter", (), "Objects that were evicted for others."),
     Metric("pinned_objects", "gauge", (), "Objects that must not be evicted."),
     Metric("removed_total", "counter", (), "Objects that a client removed."),
-    Metric("below_objects", "gauge", (), "Objects in the tier below this process's lent memory."),
-    Metric("below_bytes", "gauge", (), "Bytes of the objects in the tier below."),
-    Metric("leaving_objects", "gauge", (), "Objects that are being written to the tier below."),
     Metric(
-        "moved_down_total", "counter", (), "Evicted objects that were written to the tier below."
+        "lower_tier_objects",
+        "gauge",
+        (),
+        "Objects in the lower tier of this process's lent memory.",
     ),
-    Metric("lifted_total", "counter", (), "Objects that were read from the tier below."),
+    Metric("lower_tier_bytes", "gauge", (), "Bytes of the objects in the lower tier."),
+    Metric("demoting_objects", "gauge", (), "Objects that are being written to the lower tier."),
+    Metric("demoted_total", "counter", (), "Evicted objects that were written to the lower tier."),
+    Metric("promoted_total", "counter", (), "Objects that were read from the lower tier."),
     Metric(
         "dropped_total",
         "counter",
         (),
-        "Objects that were evicted and not written below: the tier is too slow, or refuses them.",
+        "Objects that were evicted and not demoted: the lower tier is too slow, or refuses them.",
     ),
     Metric("tier_failed_total", "counter", (), "Reads and writes of the tier that failed."),
     Metric(
@@ -140,7 +143,7 @@ def counters(status: StoreStatus) -> dict[Key, float]:
         **_by_outcome("lookups_total", status.lookups, _LOOKUPS),
         **_by_outcome("gets_total", status.gets, _values(Got)),
         **_by_outcome("puts_total", status.puts, _values(Put)),
-        **_judged(status.admission),
+        **_admission(status.admission),
     }
     own = status.own
     if own is not None:
@@ -149,8 +152,8 @@ def counters(status: StoreStatus) -> dict[Key, float]:
             ("abandoned_total", ()): own.abandoned,
             ("evicted_total", ()): own.evicted,
             ("removed_total", ()): own.removed,
-            ("moved_down_total", ()): own.moved_down,
-            ("lifted_total", ()): own.lifted,
+            ("demoted_total", ()): own.demoted,
+            ("promoted_total", ()): own.promoted,
             ("dropped_total", ()): own.dropped,
             ("tier_failed_total", ()): own.tier_failed,
             ("tier_corrupted_total", ()): own.tier_corrupted,
@@ -173,9 +176,9 @@ def gauges(status: StoreStatus) -> dict[Key, float]:
         found["used_bytes", ()] = status.own.bytes_used
         found["pinned_objects", ()] = status.own.pinned
         found["objects", ()] = status.own.objects
-        found["below_objects", ()] = status.own.below
-        found["leaving_objects", ()] = status.own.leaving
-        found["below_bytes", ()] = status.own.below_bytes
+        found["lower_tier_objects", ()] = status.own.lower_tier
+        found["demoting_objects", ()] = status.own.demoting
+        found["lower_tier_bytes", ()] = status.own.lower_tier_bytes
     return found
 
 
@@ -193,14 +196,14 @@ def text(status: StoreStatus) -> str:
     return "\n".join([*lines, ""])
 
 
-def _judged(counts: AdmissionCounts) -> dict[Key, float]:
+def _admission(counts: AdmissionCounts) -> dict[Key, float]:
     return {
-        ("judged_total", ("admitted",)): counts.admitted,
-        ("judged_total", ("declined",)): counts.declined,
-        ("judged_loads_total", ("paid",)): counts.loads - counts.unpaid,
-        ("judged_loads_total", ("unpaid",)): counts.unpaid,
-        ("judged_loads_seconds_total", ("expected",)): counts.expected_s,
-        ("judged_loads_seconds_total", ("took",)): counts.took_s,
+        ("admission_objects_total", ("admitted",)): counts.admitted,
+        ("admission_objects_total", ("declined",)): counts.declined,
+        ("admission_loads_total", ("paid",)): counts.loads - counts.unpaid,
+        ("admission_loads_total", ("unpaid",)): counts.unpaid,
+        ("admission_loads_seconds_total", ("expected",)): counts.expected_s,
+        ("admission_loads_seconds_total", ("took",)): counts.took_s,
     }
 
 

@@ -16,16 +16,16 @@ from kvstore._table import digests_of_hex
 
 __all__ = [
     "ADDED",
-    "BELOW",
     "CHANGE",
     "KEY_BYTES",
+    "LOWER_TIER",
     "OWNERS_MAX",
     "PLACE",
     "REMOVED",
     "Found",
     "Keys",
     "Records",
-    "form_of",
+    "fingerprint_of",
     "keys_of_digests",
     "keys_of_hex",
 ]
@@ -41,14 +41,15 @@ Keys: TypeAlias = npt.NDArray[np.uint8]
 ADDED, REMOVED = 1, 2
 
 CHANGE: Final = np.dtype(
-    [("key", "V16"), ("form", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("op", "<u4")]
+    [("key", "V16"), ("fingerprint", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("op", "<u4")]
 )
-"""An object that was added to an owner, or removed. ``form`` is ``form_of`` its signature and size;
-``slot`` and ``generation`` say where it lies (or lay): in memory, or, with the slot ``BELOW`` and
-generation 0, in a tier below, from where its owner has to lift it before it can be read."""
+"""An object that was added to an owner, or removed. ``fingerprint`` is ``fingerprint_of`` its
+signature and size; ``slot`` and ``generation`` say where it lies (or lay): in memory, or, with the
+slot ``LOWER_TIER`` and generation 0, in a lower tier, from where its owner has to promote it before
+it can be read."""
 
-BELOW: Final = 0xFFFFFFFF
-"""The slot of an object that does not lie in memory (BELOW in _table.pyx)."""
+LOWER_TIER: Final = 0xFFFFFFFF
+"""The slot of an object that does not lie in memory (LOWER_TIER in _table.pyx)."""
 
 PLACE: Final = np.dtype(
     [
@@ -70,12 +71,12 @@ class Found:
     HERE = 1
     #: The key is there, with another signature or another size alone.
     OTHER = 2
-    #: It is below the memory of an owner that cannot be asked for it. No table says so, only
-    #: ``lifting.lift``.
+    #: It lies in the lower tier of an owner that cannot be asked for it. No table says so, only
+    #: ``promoting.promote``.
     SILENT = 3
 
 
-def form_of(signature: bytes, nbytes: int) -> int:
+def fingerprint_of(signature: bytes, nbytes: int) -> int:
     """32 bits of a signature's digest and an object's size, which a table can compare fast. The
     slot's header has both in full."""
     return xxhash.xxh32_intdigest(signature + struct.pack("<Q", nbytes))

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.objects.changes import Keys, Records, form_of
+from kvstore.objects.changes import Keys, Records, fingerprint_of
 
 __all__ = ["HEADER", "HEADER_BYTES", "LIVE", "expected", "tell_apart"]
 
@@ -25,7 +25,7 @@ HEADER: Final = np.dtype(
         ("signature", "V16"),
         ("nbytes", "<u8"),
         ("generation", "<u4"),
-        ("form", "<u4"),
+        ("fingerprint", "<u4"),
         ("checksum", "<u8"),  # xxh3-64 of the object's bytes; last, as ``expected`` leaves it out
     ]
 )
@@ -45,7 +45,7 @@ def expected(keys: Keys, signature: bytes, nbytes: int, generations: npt.ArrayLi
     headers["key"] = np.ascontiguousarray(keys).view("V16").reshape(-1)
     headers["signature"] = np.void(signature)
     headers["nbytes"], headers["generation"] = nbytes, generations
-    headers["form"] = form_of(signature, nbytes)
+    headers["fingerprint"] = fingerprint_of(signature, nbytes)
     return headers
 
 

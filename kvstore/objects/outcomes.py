@@ -22,8 +22,8 @@ class Got(Enum):
     MOVED = "moved"
     #: Its bytes are not those that were stored.
     CORRUPTED = "corrupted"
-    #: It lies below its owner's memory, and did not come up before the deadline.
-    LEFT_BELOW = "left below"
+    #: It lies in its owner's lower tier, and did not come up before the deadline.
+    NOT_PROMOTED = "not promoted"
     #: Its owner does not answer, or the connection to it was lost.
     UNREACHABLE = "unreachable"
     #: The read did not end before its deadline. It was cancelled: nothing more lands.

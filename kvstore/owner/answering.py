@@ -29,7 +29,7 @@ from kvstore.protocol.messages import (
     decode_question,
     encode,
 )
-from kvstore.protocol.rate_limited_log import Seldom
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 
 __all__ = ["Answerer"]
 
@@ -54,7 +54,7 @@ class Answerer:
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
         self._closing = False
-        self._strange = Seldom(logger)
+        self._strange = RateLimitedLog(logger)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(str(path))

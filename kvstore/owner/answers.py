@@ -23,9 +23,9 @@ from kvstore.protocol.messages import (
     Greet,
     Hello,
     InMemory,
-    Lift,
     Pin,
     Pins,
+    Promote,
     Publish,
     Question,
     Refused,
@@ -36,7 +36,7 @@ from kvstore.protocol.messages import (
     Touch,
     Unpin,
 )
-from kvstore.rules.tiered_table import Lifted
+from kvstore.rules.tiered_table import Promoted
 
 __all__ = ["answer", "is_slow", "keys_of", "stored"]
 
@@ -44,7 +44,7 @@ __all__ = ["answer", "is_slow", "keys_of", "stored"]
 def is_slow(question: Question) -> bool:
     """Whether the answer waits for a tier, or looks at all objects. That to ``Publish`` waits for a
     fence, too, where it is not made by ``Owner.begin_publishing``."""
-    return isinstance(question, Clear | Remove | Lift)
+    return isinstance(question, Clear | Remove | Promote)
 
 
 def answer(owner: Owner, question: Question) -> Answer:
@@ -85,8 +85,8 @@ def _answer(owner: Owner, question: Question) -> Answer:
             owner.abandon(claim_id)
         case Clear(signature):
             owner.clear(signature)
-        case Lift(keys, signature, nbytes, timeout_ms):
-            return _lifted(owner.lift(keys_of(keys), signature, nbytes, timeout_ms / 1000))
+        case Promote(keys, signature, nbytes, timeout_ms):
+            return _promoted(owner.promote(keys_of(keys), signature, nbytes, timeout_ms / 1000))
         case Touch(keys, signature):
             owner.touch(keys_of(keys), signature)
         case Pin(keys, signature, ttl_ms):
@@ -116,11 +116,11 @@ def keys_of(raw: bytes) -> Keys:
     return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _lifted(lifted: Sequence[Lifted]) -> InMemory:
+def _promoted(promoted: Sequence[Promoted]) -> InMemory:
     return InMemory(
-        bytes(one.state for one in lifted),
-        np.array([one.slot for one in lifted], "<u4").tobytes(),
-        np.array([one.generation for one in lifted], "<u4").tobytes(),
+        bytes(one.state for one in promoted),
+        np.array([one.slot for one in promoted], "<u4").tobytes(),
+        np.array([one.generation for one in promoted], "<u4").tobytes(),
     )
 
 

@@ -10,8 +10,8 @@ from kvstore.config import Config
 from kvstore.memory.policies import POLICIES
 from kvstore.tiers.base import Tier
 from kvstore.tiers.bucket import open_bucket
-from kvstore.tiers.burials import Burials
 from kvstore.tiers.disk import Disk
+from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.objects import Objects
 from kvstore.tiers.stacked import Stacked
 from kvstore.tiers.tombstones import Tombstones
@@ -35,7 +35,7 @@ class Opened:
     tier: Tier
     #: Where it is told at once what was removed. Object storage below a disk follows that in its
     #: own time, so that the disk's file tells it for both.
-    stones: Tombstones | Burials
+    stones: Tombstones | ObjectTombstones
 
 
 def open_tier(config: Config, object_bytes_max: int) -> Opened | None:
@@ -49,7 +49,7 @@ def open_tier(config: Config, object_bytes_max: int) -> Opened | None:
             disk.close()
         raise
     if disk is None or config.disk is None:
-        return None if objects is None else Opened(config.objects, objects, objects.burials)
+        return None if objects is None else Opened(config.objects, objects, objects.tombstones)
     tier: Tier = disk
     label = str(config.disk)
     if objects is not None:

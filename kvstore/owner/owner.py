@@ -35,13 +35,13 @@ from kvstore.objects.headers import HEADER
 from kvstore.objects.outcomes import Pinned
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.owner.opening import open_tier
-from kvstore.owner.tiering import Carrier
+from kvstore.owner.tiering import Tiering
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import Claim, Verdict
-from kvstore.rules.tiered_table import DeepShelf, Lifted, LiftState
+from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found, Tier, Usage
-from kvstore.tiers.burials import Burials
+from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.tombstones import Tombstones
 
 __all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
@@ -52,15 +52,15 @@ CLAIM_OBJECTS_MAX: Final = 4096
 CHANGES_KEPT: Final = 1 << 16
 CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was ended before"
 FENCE_TIMEOUT_S: Final = 5.0
-LEAVING_PART: Final = 1 / 16
-"""This part of the memory may wait to be written below, beside that which eviction wants to be free
-(``Config.free_high``); what is evicted for puts beyond that is dropped."""
-LIFT_PART: Final = 8
-"""1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
-BURIALS_MAX: Final = 4
+DEMOTING_PART: Final = 1 / 16
+"""This part of the memory may wait to be written to the lower tier, beside that which eviction
+wants to be free (``Config.free_high``); what is evicted for puts beyond that is dropped."""
+PROMOTED_PART: Final = 8
+"""1/8 of the memory is promoted for one question at most, so that it does not push out itself."""
+TOMBSTONES_MAX: Final = 4
 """Requests at once that tell object storage what was removed."""
 DRAIN_S: Final = 20.0
-"""How long an owner that ends writes below what lies in memory alone."""
+"""How long an owner that ends writes what lies in memory alone to the lower tier."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class OwnerCard:
     slots_address: int
     chunks: int
     object_bytes_max: int
-    #: What a snapshot is counted in: the chunks, and behind them parts of what lies below.
+    #: What a snapshot is counted in: the chunks, and behind them parts of what lies in the lower
+    #: tier.
     parts: int
 
 
@@ -125,16 +126,16 @@ class OwnerStats:
     changes: int = 0
     #: Of the slots that objects and claims have.
     bytes_used: int = 0
-    #: In the tier below: objects and their bytes, and what it could hold.
-    below: int = 0
-    below_bytes: int = 0
-    below_capacity: int = 0
+    #: In the lower tier: objects and their bytes, and what it could hold.
+    lower_tier: int = 0
+    lower_tier_bytes: int = 0
+    lower_tier_capacity: int = 0
     #: Objects that are being written there.
-    leaving: int = 0
+    demoting: int = 0
     #: Objects that were written there, and read from there into memory.
-    moved_down: int = 0
-    lifted: int = 0
-    #: Objects that were evicted without a copy below.
+    demoted: int = 0
+    promoted: int = 0
+    #: Objects that were evicted without a copy in the lower tier.
     dropped: int = 0
     #: Reads and writes of the tier that failed, and objects that were not as they were written.
     tier_failed: int = 0
@@ -191,26 +192,26 @@ class Owner:
             self._copier = Copier()
             undo.callback(self._copier.close)
             headers = np.frombuffer(self._buffer, HEADER, slab.units)
-            leaving = int(config.memory * (config.free_high + LEAVING_PART))
-            ledger = Ledger(leaving if config.has_tier else 0)
-            self._shelf = DeepShelf(slab, headers, POLICIES[config.policy], self._log, ledger)
+            demoting = int(config.memory * (config.free_high + DEMOTING_PART))
+            ledger = Ledger(demoting if config.has_tier else 0)
+            self._table = TieredTable(slab, headers, POLICIES[config.policy], self._log, ledger)
             if self._file is not None:
-                kept, dropped = self._shelf.adopt(self._checksum)
+                kept, dropped = self._table.adopt(self._checksum)
                 logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
             elif memory is not None and memory.is_adopted:
                 # The machine has run all the time: headers are true of what is behind them.
                 sums = headers["checksum"]
-                kept, dropped = self._shelf.adopt(lambda slot, _: int(sums[slot]))
+                kept, dropped = self._table.adopt(lambda slot, _: int(sums[slot]))
                 logger.info("the last owner's memory has %d objects; %d dropped", kept, dropped)
             #: Where it is told at once what was removed from the tier.
-            self._tombstones: Tombstones | Burials | None = None
+            self._tombstones: Tombstones | ObjectTombstones | None = None
             #: How often that is to be told still, and who tells it to object storage.
-            self._burying = 0
-            self._burials = ThreadPoolExecutor(BURIALS_MAX, "kvstore-burials")
-            undo.callback(self._burials.shutdown)
-            self._carrier = self._open_tier()
-            if self._carrier is not None:
-                undo.callback(self._carrier.close, 0.0)
+            self._telling_count = 0
+            self._telling = ThreadPoolExecutor(TOMBSTONES_MAX, "kvstore-tombstones")
+            undo.callback(self._telling.shutdown)
+            self._tiering = self._open_tier()
+            if self._tiering is not None:
+                undo.callback(self._tiering.close, 0.0)
             self._region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
         self._tags: dict[int, int] = {}
@@ -222,43 +223,43 @@ class Owner:
             self._region.address + slab.slots_offset,
             slab.chunks,
             slab.object_bytes_max,
-            self._shelf.parts,
+            self._table.parts,
         )
 
-    def _open_tier(self) -> Carrier | None:
+    def _open_tier(self) -> Tiering | None:
         opened = open_tier(self._config, self._slab.object_bytes_max)
         if opened is None:
             return None
         tier, self._tombstones = opened.tier, opened.stones
         try:
-            found = self._without_buried(tier, tier.found())
+            found = self._without_removed(tier, tier.found())
         except BaseException:
             self._tombstones.close()
             tier.close()
             raise
-        taken = self._shelf.adopt_below(found)
+        taken = self._table.adopt_lower_tier(found)
         logger.info(
             "%s has %d objects; %d more are larger than a chunk of the memory",
             opened.label,
             taken,
             len(found) - taken,
         )
-        return Carrier(tier, self._shelf, self._lock, self._bytes, self.tell)
+        return Tiering(tier, self._table, self._lock, self._bytes, self.tell)
 
-    def _without_buried(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
-        """What lies below, less what was removed before a former process was killed."""
+    def _without_removed(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
+        """What lies in the lower tier, less what was removed before a former process was killed."""
         if not isinstance(self._tombstones, Tombstones):
             return found  # Object storage has left it out already.
-        buried = set(self._tombstones.buried([one.name for one in found]))
-        tier.remove(list(buried))
-        if not (buried and self._config.objects):  # These follow a disk in their own time.
+        removed = set(self._tombstones.removed([one.name for one in found]))
+        tier.remove(list(removed))
+        if not (removed and self._config.objects):  # These follow a disk in their own time.
             self._tombstones.reset()
-        return [one for one in found if one.name not in buried]
+        return [one for one in found if one.name not in removed]
 
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
         under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
-        written below, unless a file keeps it."""
+        written to the lower tier, unless a file keeps it."""
         self.listeners.clear()
         if self._populating is not None:
             self._populating.close()
@@ -266,9 +267,9 @@ class Owner:
         try:
             self._engine.deregister(self._region)
         finally:
-            if self._carrier is not None:
-                self._carrier.close(DRAIN_S if self._file is None else 0.0)
-            self._burials.shutdown()
+            if self._tiering is not None:
+                self._tiering.close(DRAIN_S if self._file is None else 0.0)
+            self._telling.shutdown()
             if self._tombstones is not None:
                 self._tombstones.close()
         if self._file is not None:
@@ -287,7 +288,7 @@ class Owner:
             )
         deadline_s = self._clock() + self._config.claim_timeout_s
         with self._lock:
-            claim = self._shelf.claim(keys, signature, nbytes, deadline_s)
+            claim = self._table.claim(keys, signature, nbytes, deadline_s)
             if not claim.slots:
                 return Grant(0, 0, claim.verdicts, ())
             tag = te.new_tag()
@@ -301,10 +302,10 @@ class Owner:
         """Stores objects of one signature and size that lie in this process's memory, which the
         processor can read. Those that are granted can be read now; who calls has to ``tell``."""
         with self._lock:
-            claim = self._shelf.claim(keys, signature, pieces.object_bytes, self._clock())
+            claim = self._table.claim(keys, signature, pieces.object_bytes, self._clock())
             if not claim.slots:
                 return claim.verdicts
-            self._shelf.take_claim(claim.id)  # It has no deadline.
+            self._table.take_claim(claim.id)  # It has no deadline.
         try:
             if len(claim.slots) < len(keys):
                 granted = [one is Verdict.GRANTED for one in claim.verdicts]
@@ -314,7 +315,7 @@ class Owner:
             self._abandon(claim)
             raise
         with self._lock:
-            self._shelf.publish(claim, checksums)
+            self._table.publish(claim, checksums)
         return claim.verdicts
 
     def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
@@ -346,7 +347,7 @@ class Owner:
             return f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}"
         checksums = self._copier.checksums(Pieces.whole(self._addresses(claim), claim.nbytes))
         with self._lock:
-            self._shelf.publish(claim, checksums)
+            self._table.publish(claim, checksums)
         self.tell()
         return ""
 
@@ -362,27 +363,29 @@ class Owner:
     def touch(self, keys: Keys, signature: bytes) -> None:
         """Says that objects were read."""
         with self._lock:
-            self._shelf.touch(keys, signature)
+            self._table.touch(keys, signature)
 
-    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
-        """Has objects in memory that lie below: reads them into slots, which others may have to
-        leave. At most 1/8 of the memory; ask again for those that come ``LATER``. Waits for the
-        tier. One answer for each key."""
+    def promote(
+        self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
+    ) -> Sequence[Promoted]:
+        """Has objects in memory that lie in the lower tier: reads them into slots, which others may
+        have to leave. At most 1/8 of the memory; ask again for those that come ``LATER``. Waits for
+        the tier. One answer for each key."""
         names = [key.tobytes() + signature for key in keys]
-        if self._carrier is None:
-            return [Lifted(LiftState.GONE)] * len(names)
-        bytes_max = self._config.memory // LIFT_PART
-        return self._carrier.lift(names, nbytes, bytes_max, time.monotonic() + timeout_s)
+        if self._tiering is None:
+            return [Promoted(PromotionState.GONE)] * len(names)
+        bytes_max = self._config.memory // PROMOTED_PART
+        return self._tiering.promote(names, nbytes, bytes_max, time.monotonic() + timeout_s)
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[list[Pinned], str]:
-        """See ``PinShelf.pin``: for so many seconds."""
+        """See ``PinnedTable.pin``: for so many seconds."""
         with self._lock:
-            return self._shelf.pin(keys, signature, self._clock() + ttl_s)
+            return self._table.pin(keys, signature, self._clock() + ttl_s)
 
     def unpin(self, keys: Keys, signature: bytes) -> None:
-        """See ``PinShelf.unpin``."""
+        """See ``PinnedTable.unpin``."""
         with self._lock:
-            self._shelf.unpin(keys, signature)
+            self._table.unpin(keys, signature)
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects. After this no restart finds them on a disk or in object storage: waits
@@ -394,11 +397,11 @@ class Owner:
         and a restart does not once the future is done."""
         with self._lock:
             names = [one.tobytes() + signature for one in keys]
-            ledger = self._shelf.ledger
-            below = [one for one in names if one in ledger or one in ledger.leaving]
-            self._shelf.remove(keys, signature)
-            self._burying += 1
-        return self._bury_soon(lambda stones: stones.remove(below), waits=bool(below))
+            ledger = self._table.ledger
+            tiered = [one for one in names if one in ledger or one in ledger.demoting]
+            self._table.remove(keys, signature)
+            self._telling_count += 1
+        return self._tell_soon(lambda stones: stones.remove(tiered), waits=bool(tiered))
 
     def clear(self, signature: bytes) -> None:
         """Removes all objects of a signature. As ``remove``."""
@@ -407,23 +410,23 @@ class Owner:
     def clear_soon(self, signature: bytes) -> Future[None]:
         """As ``remove_soon``."""
         with self._lock:
-            self._shelf.clear(signature)
-            self._burying += 1
-        return self._bury_soon(lambda stones: stones.clear(signature), waits=True)
+            self._table.clear(signature)
+            self._telling_count += 1
+        return self._tell_soon(lambda stones: stones.clear(signature), waits=True)
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences
         again that were not confirmed. Waits for none of them."""
         now_s = self._clock()
         with self._lock:
-            self._shelf.unpin_overdue(now_s)
-            evicted = self._shelf.make_room(self._config.free_low, self._config.free_high)
-            overdue = self._shelf.overdue(now_s)
+            self._table.unpin_overdue(now_s)
+            evicted = self._table.make_room(self._config.free_low, self._config.free_high)
+            overdue = self._table.overdue(now_s)
         if evicted:
             self.tell()
-        if self._carrier is not None:
-            self._carrier.wake()
-        self._unbury()
+        if self._tiering is not None:
+            self._tiering.wake()
+        self._forget_tombstones()
         for claim_id in overdue:
             logger.warning(
                 "a client claimed slots and has written nothing for %g s; they are freed",
@@ -452,15 +455,15 @@ class Owner:
         """What lies in some of the card's parts, as additions, and the number of the next
         change."""
         with self._lock:
-            return len(self._log), self._shelf.snapshot(first_chunk, chunks)
+            return len(self._log), self._table.snapshot(first_chunk, chunks)
 
     def stats(self) -> OwnerStats:
         """Counters since the start."""
-        usage = Usage(0, 0, 0, 0, 0) if self._carrier is None else self._carrier.usage()
+        usage = Usage(0, 0, 0, 0, 0) if self._tiering is None else self._tiering.usage()
         with self._lock:
-            counts, ledger = self._shelf.counts, self._shelf.ledger
+            counts, ledger = self._table.counts, self._table.ledger
             return OwnerStats(
-                len(self._shelf),
+                len(self._table),
                 dict(counts.verdicts),
                 counts.published,
                 counts.abandoned,
@@ -471,30 +474,30 @@ class Owner:
                 len(ledger),
                 usage.nbytes,
                 usage.capacity,
-                len(ledger.leaving),
-                ledger.counts.moved_down,
-                ledger.counts.lifted,
+                len(ledger.demoting),
+                ledger.counts.demoted,
+                ledger.counts.promoted,
                 ledger.counts.dropped,
                 usage.failed,
                 usage.corrupted,
-                len(self._shelf.pins),
+                len(self._table.pins),
             )
 
-    def _bury_soon(
-        self, write: Callable[[Tombstones | Burials], None], *, waits: bool
+    def _tell_soon(
+        self, write: Callable[[Tombstones | ObjectTombstones], None], *, waits: bool
     ) -> Future[None]:
         """``waits``: if it is told to object storage, that takes its time."""
-        if waits and isinstance(self._tombstones, Burials):
-            future = self._burials.submit(self._bury, write)
+        if waits and isinstance(self._tombstones, ObjectTombstones):
+            future = self._telling.submit(self._tell_removed, write)
         else:
-            self._bury(write)
+            self._tell_removed(write)
             future = Future()
             future.set_result(None)
         self._has_changed()
         return future
 
-    def _bury(self, write: Callable[[Tombstones | Burials], None]) -> None:
-        """Ends what ``_burying`` counts. A tier that takes no more writes may keep what is
+    def _tell_removed(self, write: Callable[[Tombstones | ObjectTombstones], None]) -> None:
+        """Ends what ``_telling_count`` counts. A tier that takes no more writes may keep what is
         removed."""
         try:
             if self._tombstones is not None:
@@ -507,23 +510,23 @@ class Owner:
             )
         finally:
             with self._lock:
-                self._burying -= 1
+                self._telling_count -= 1
 
-    def _unbury(self) -> None:
+    def _forget_tombstones(self) -> None:
         """Once all that was removed is wiped from the tier. Object storage follows a disk in its
         own time: the next start sees whether it has."""
         stones = self._tombstones
         if stones is None or stones.is_empty or (self._config.disk and self._config.objects):
             return
-        assert self._carrier is not None
+        assert self._tiering is not None
         with self._lock:
-            if self._carrier.is_idle and not self._burying:
+            if self._tiering.is_idle and not self._telling_count:
                 stones.reset()
 
     def _has_changed(self) -> None:
         self.tell()
-        if self._carrier is not None:
-            self._carrier.wake()
+        if self._tiering is not None:
+            self._tiering.wake()
 
     def tell(self) -> None:
         """Has listeners look for changes. All calls do that that change something, but ``take``."""
@@ -533,7 +536,7 @@ class Owner:
     def _take(self, claim_id: int) -> Held | None:
         """Ends a claim and closes its tag; None if there is none (any more)."""
         with self._lock:
-            claim = self._shelf.take_claim(claim_id)
+            claim = self._table.take_claim(claim_id)
             if claim is None:
                 return None
             tag = self._tags.pop(claim_id)
@@ -543,7 +546,7 @@ class Owner:
 
     def _abandon(self, claim: Claim) -> None:
         with self._lock:
-            self._shelf.abandon(claim)
+            self._table.abandon(claim)
 
     def _end(self, held: Held) -> None:
         """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""

@@ -27,7 +27,7 @@ from kvstore.protocol.messages import (
     Changes,
     Done,
     Follow,
-    Lift,
+    Promote,
     Publish,
     Question,
     Refused,
@@ -35,7 +35,7 @@ from kvstore.protocol.messages import (
     encode,
     split,
 )
-from kvstore.protocol.rate_limited_log import Seldom
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 from kvstore.protocol.sockets import Sockets
 
 __all__ = ["Service"]
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 CHANGES_MAX: Final = 1 << 17
 SLOW_MAX: Final = 256
 """Publications that wait for a thread; more are refused."""
-LIFTS_MAX: Final = 64
-"""Questions for objects below that wait for a thread; more are refused."""
+PROMOTIONS_MAX: Final = 64
+"""Questions for objects of the lower tier that wait for a thread; more are refused."""
 TICK_S: Final = 0.02
 STRANGERS_S: Final = 0.1
 """How often it is counted what those have sent who have proved nothing."""
@@ -87,7 +87,7 @@ class Service:
         self._socket, self.endpoint = sockets.listen(endpoint)
         self._followers = Followers()
         self._slow = _Slow("publications", SLOW_MAX)
-        self._lifts = _Slow("lifts", LIFTS_MAX)
+        self._promotions = _Slow("promotions", PROMOTIONS_MAX)
         self._fencing = Fencing()
         self._ticks = ThreadPoolExecutor(1, "kvstore-ticks")
         self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
@@ -102,7 +102,7 @@ class Service:
                 self._socket, where.port, self._loop.add, "store"
             )
         self._strangers_s = 0.0
-        self._strange, self._deaf = Seldom(logger), Seldom(logger)
+        self._strange, self._deaf = RateLimitedLog(logger), RateLimitedLog(logger)
         self._closing = False
         owner.listeners.append(self._on_change)
         self._loop.start(self._end)
@@ -112,7 +112,7 @@ class Service:
         self._owner.listeners.remove(self._on_change)
         self._closing = True
         self._fencing.close()  # First: it gives the others work.
-        for threads in (self._slow.threads, self._lifts.threads, self._ticks):
+        for threads in (self._slow.threads, self._promotions.threads, self._ticks):
             threads.shutdown()
         self._loop.stop()
 
@@ -160,7 +160,7 @@ class Service:
             work = partial(self._publish, client, request_id, question.claim_id)
             return self._slowly(self._slow, client, request_id, work)
         if is_slow(question):
-            slow = self._lifts if isinstance(question, Lift) else self._slow
+            slow = self._promotions if isinstance(question, Promote) else self._slow
             return self._slowly(slow, client, request_id, partial(answer, self._owner, question))
         return answer(self._owner, question)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries an owner's objects between its memory and the tier below: down in a thread of its own, up
+"""Carries an owner's objects between its memory and the lower tier: down in a thread of its own, up
 in some others, for which whoever wants them waits."""
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from kvstore.memory.slab import UNIT_BYTES
-from kvstore.rules.ledger import Leaving
-from kvstore.rules.tiered_table import DeepShelf, Lifted, LiftState
+from kvstore.rules.ledger import Demoting
+from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Laid, Tier, Usage, Wanted
 
-__all__ = ["Carrier"]
+__all__ = ["Tiering"]
 
 logger = logging.getLogger(__name__)
 
 READS_MAX: Final = 4
-"""Lifts that read at once."""
+"""Promotions that read at once."""
 POLL_S: Final = 0.02
 """How long who waits for a slot sleeps when nothing wakes it: the owner's tick makes room."""
 
 
-class Carrier:
+class Tiering:
     """All methods are thread-safe; those that wait say so."""
 
     def __init__(
         self,
         tier: Tier,
-        shelf: DeepShelf,
+        table: TieredTable,
         lock: threading.Lock,
         memory: memoryview,
         tell: Callable[[], None],
@@ -41,21 +41,21 @@ class Carrier:
         """
         Args:
             tier: is this object's from now on, and closed by it.
-            shelf: of the owner.
-            lock: guards the shelf.
+            table: of the owner.
+            lock: guards the table.
             memory: of the slab.
             tell: called after changes, without the lock.
         """
         self._tier = tier
-        self._shelf = shelf
+        self._table = table
         self._lock = lock
-        #: Notified when there is something to write below, and when something was written.
+        #: Notified when there is something to write to the tier, and when something was written.
         self._work = threading.Condition(lock)
         self._written = threading.Condition(lock)
         self._memory = memory
         self._tell = tell
         self._is_closing = False
-        self._is_carrying = False
+        self._is_writing = False
         #: Reads under way. A device that hangs keeps its slots, and no caller beyond his deadline.
         self._reads = 0
         self._readers = ThreadPoolExecutor(READS_MAX, "kvstore-up")
@@ -68,78 +68,80 @@ class Carrier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that left memory or was removed has been done below. Who asks holds the
+        """Whether all that left memory or was removed has been done in the tier. Who asks holds the
         lock."""
-        ledger = self._shelf.ledger
-        return not (self._is_carrying or ledger.has_work or ledger.leaving)
+        ledger = self._table.ledger
+        return not (self._is_writing or ledger.has_work or ledger.demoting)
 
     def wake(self) -> None:
-        """The shelf may have something to write below, or to forget there."""
+        """The table may have something to write to the tier, or to forget there."""
         with self._lock:
-            if self._shelf.ledger.has_work:
+            if self._table.ledger.has_work:
                 self._work.notify()
 
     def close(self, drain_s: float) -> None:
-        """Writes below what is in memory alone, as far as the time allows, and closes the tier.
-        Nobody may change the shelf meanwhile. Waits for both."""
+        """Writes what is in memory alone to the lower tier, as far as the time allows, and closes
+        the tier. Nobody may change the table meanwhile. Waits for both."""
         with self._lock:
             if drain_s:
-                self._shelf.leave_all()
+                self._table.demote_all()
             self._work.notify()
-            is_done = self._written.wait_for(lambda: not self._shelf.ledger.leaving, drain_s)
-            left = len(self._shelf.ledger.leaving)
+            is_done = self._written.wait_for(lambda: not self._table.ledger.demoting, drain_s)
+            left = len(self._table.ledger.demoting)
             self._is_closing = True
             self._work.notify()
         if not is_done:
-            logger.warning("%d objects were not written below in %g s", left, drain_s)
+            logger.warning("%d objects were not written to the lower tier in %g s", left, drain_s)
         self._thread.join()
         self._readers.shutdown()
         self._tier.close()
 
     # -- up
 
-    def lift(
+    def promote(
         self, names: Sequence[bytes], nbytes: int, bytes_max: int, deadline_s: float
-    ) -> list[Lifted]:
+    ) -> list[Promoted]:
         """Has objects of one signature and size in memory, so many bytes at most; waits for it.
         ``LATER`` for those beyond that, and for those that are not there at the deadline."""
         most = max(bytes_max // nbytes, 1)
-        results: dict[bytes, Lifted] = {}
+        results: dict[bytes, Promoted] = {}
         open_names = list(dict.fromkeys(names))
         while open_names and most > 0:
-            found = self._lift(open_names[:most], nbytes, deadline_s)
+            found = self._promote(open_names[:most], nbytes, deadline_s)
             if not found and time.monotonic() >= deadline_s:
                 break
             results |= found
-            most -= sum(one.state is LiftState.HERE for one in found.values())
+            most -= sum(one.state is PromotionState.HERE for one in found.values())
             open_names = [name for name in open_names if name not in found]
-        return [results.get(name, Lifted(LiftState.LATER)) for name in names]
+        return [results.get(name, Promoted(PromotionState.LATER)) for name in names]
 
-    def _lift(self, names: Sequence[bytes], nbytes: int, deadline_s: float) -> dict[bytes, Lifted]:
+    def _promote(
+        self, names: Sequence[bytes], nbytes: int, deadline_s: float
+    ) -> dict[bytes, Promoted]:
         """The objects for which there is an answer; waits a while if there is none."""
-        read: Future[dict[bytes, Lifted]] | None = None
+        read: Future[dict[bytes, Promoted]] | None = None
         with self._lock:
-            found: dict[bytes, Lifted] = {}
+            found: dict[bytes, Promoted] = {}
             if self._reads < READS_MAX:
-                found = dict(zip(names, self._shelf.lift(names, nbytes), strict=True))
+                found = dict(zip(names, self._table.promote(names, nbytes), strict=True))
                 self._work.notify()  # Others may have to leave.
-            taken = {name: one for name, one in found.items() if one.state is LiftState.TAKEN}
+            taken = {name: one for name, one in found.items() if one.state is PromotionState.TAKEN}
             if taken:
                 self._reads += 1
                 read = self._readers.submit(self._read, taken, nbytes)
-            elif all(one.state is LiftState.LATER for one in found.values()):
+            elif all(one.state is PromotionState.LATER for one in found.values()):
                 self._written.wait(min(max(deadline_s - time.monotonic(), 0.0), POLL_S))
         done = {
             name: one
             for name, one in found.items()
-            if one.state in (LiftState.HERE, LiftState.GONE)
+            if one.state in (PromotionState.HERE, PromotionState.GONE)
         }
         if read is not None:
             with contextlib.suppress(TimeoutError):
                 done |= read.result(max(deadline_s - time.monotonic(), 0.0))
         return done
 
-    def _read(self, taken: dict[bytes, Lifted], nbytes: int) -> dict[bytes, Lifted]:
+    def _read(self, taken: dict[bytes, Promoted], nbytes: int) -> dict[bytes, Promoted]:
         names = list(taken)
         checksums: Sequence[int | None] = [None] * len(names)
         try:
@@ -149,13 +151,13 @@ class Carrier:
         finally:
             with self._lock:
                 self._reads -= 1
-                landed = self._shelf.landed(names, nbytes, checksums)
+                landed = self._table.landed(names, nbytes, checksums)
                 self._written.notify_all()
         self._tell()
         return dict(zip(names, landed, strict=True))
 
     def _slot(self, slot: int, nbytes: int) -> memoryview:
-        start = self._shelf.slab.slot_offset(slot)
+        start = self._table.slab.slot_offset(slot)
         return self._memory[start : start + -(-nbytes // UNIT_BYTES) * UNIT_BYTES]
 
     # -- down
@@ -163,28 +165,28 @@ class Carrier:
     def _run(self) -> None:
         while True:
             with self._lock:
-                unwanted, leaving = self._shelf.ledger.take(self._tier.batch_max)
-                if not unwanted and not leaving:
+                unwanted, demoting = self._table.ledger.take(self._tier.batch_max)
+                if not unwanted and not demoting:
                     if self._is_closing:
                         return
                     self._work.wait()
                     continue
                 if self._is_closing:  # What is left of a drain that was too slow.
-                    leaving = self._give_up(leaving)
-                laid = [self._laid(one) for one in leaving]
-                self._is_carrying = True
-            self._carry(unwanted, leaving, laid)
+                    demoting = self._give_up(demoting)
+                laid = [self._laid(one) for one in demoting]
+                self._is_writing = True
+            self._write(unwanted, demoting, laid)
 
-    def _give_up(self, leaving: Sequence[Leaving]) -> list[Leaving]:
-        self._shelf.left(leaving, [False] * len(leaving))
+    def _give_up(self, demoting: Sequence[Demoting]) -> list[Demoting]:
+        self._table.demoted(demoting, [False] * len(demoting))
         return []
 
-    def _laid(self, one: Leaving) -> Laid:
-        nbytes, checksum = self._shelf.content_of(one.slot)
+    def _laid(self, one: Demoting) -> Laid:
+        nbytes, checksum = self._table.content_of(one.slot)
         return Laid(one.name, nbytes, checksum, self._slot(one.slot, nbytes))
 
-    def _carry(
-        self, unwanted: Sequence[bytes], leaving: Sequence[Leaving], laid: Sequence[Laid]
+    def _write(
+        self, unwanted: Sequence[bytes], demoting: Sequence[Demoting], laid: Sequence[Laid]
     ) -> None:
         stored: Sequence[bool] = [False] * len(laid)
         gone: Sequence[bytes] = ()
@@ -196,8 +198,8 @@ class Carrier:
         except Exception:
             logger.exception("a bug in the store: a tier raised; its objects are dropped")
         with self._lock:
-            self._shelf.sunk(gone)
-            self._shelf.left(leaving, stored)
-            self._is_carrying = False
+            self._table.gone_from_tier(gone)
+            self._table.demoted(demoting, stored)
+            self._is_writing = False
             self._written.notify_all()
         self._tell()

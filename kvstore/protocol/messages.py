@@ -12,7 +12,7 @@ from kvstore.rules.pins import PIN_S_MAX
 
 __all__ = [
     "CALL_BYTES_MAX",
-    "LIFT_MS_MAX",
+    "PROMOTE_MS_MAX",
     "REQUEST_ID",
     "STORED_BYTES_MAX",
     "TRAY_BYTES",
@@ -28,9 +28,9 @@ __all__ = [
     "Greet",
     "Hello",
     "InMemory",
-    "Lift",
     "Pin",
     "Pins",
+    "Promote",
     "Publish",
     "Question",
     "Refused",
@@ -54,7 +54,7 @@ socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
-LIFT_MS_MAX: Final = 60_000
+PROMOTE_MS_MAX: Final = 60_000
 
 CALL_BYTES_MAX: Final = 128 << 10
 """Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
@@ -138,14 +138,14 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=10):
     data: Annotated[bytes, msgspec.Meta(max_length=STORED_BYTES_MAX)]
 
 
-class Lift(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """These lie below: have them in memory, please. Answered by ``InMemory``, after so many
-    milliseconds at the latest."""
+class Promote(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """These lie in the lower tier: have them in memory, please. Answered by ``InMemory``, after so
+    many milliseconds at the latest."""
 
     keys: Keys
     signature: Signature
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=LIFT_MS_MAX)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=PROMOTE_MS_MAX)]
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -211,13 +211,13 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """One ``shelf.Verdict`` for each object; those that are granted are stored."""
+    """One ``object_table.Verdict`` for each object; those that are granted are stored."""
 
     verdicts: list[str]
 
 
 class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """One ``deepshelf.Lifted`` for each object: states as u8, slots and generations as u32,
+    """One ``tiered_table.Promoted`` for each object: states as u8, slots and generations as u32,
     little-endian."""
 
     states: bytes
@@ -249,7 +249,7 @@ Question = (
     | Remove
     | Clear
     | Store
-    | Lift
+    | Promote
     | Take
     | Pin
     | Unpin

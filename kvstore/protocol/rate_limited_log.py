@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Seldom"]
+__all__ = ["RateLimitedLog"]
 
 LOG_EVERY_S: Final = 5.0
 
 
-class Seldom:
+class RateLimitedLog:
     """Logs one line in ``LOG_EVERY_S``, and with it how many were left out. Thread-safe."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

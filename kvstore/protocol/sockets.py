@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from bootstrap_server.admission.routing_ids import ignore_claimed_ids
-from kvstore.protocol.rate_limited_log import Seldom
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 
 __all__ = ["MESSAGE_BYTES_MAX", "Sockets", "Where"]
 
@@ -154,7 +154,7 @@ class _Holders:
 
     def __init__(self, allowed: set[bytes]) -> None:
         self._allowed = allowed
-        self._refused = Seldom(logger)
+        self._refused = RateLimitedLog(logger)
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """For ``zmq.auth``; ``key`` in Z85."""

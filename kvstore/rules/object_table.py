@@ -23,20 +23,20 @@ from kvstore.memory.policies import Keeping, Policy
 from kvstore.memory.slab import Slab, class_of, class_of_left
 from kvstore.objects.changes import (
     ADDED,
-    BELOW,
     CHANGE,
     KEY_BYTES,
+    LOWER_TIER,
     REMOVED,
     Keys,
     Records,
-    form_of,
+    fingerprint_of,
     keys_of_digests,
 )
 from kvstore.objects.headers import LIVE, MAGIC, expected
 from kvstore.rules.change_log import ChangeLog
-from kvstore.rules.ledger import Ledger, below_changes
+from kvstore.rules.ledger import Ledger, lower_tier_changes
 
-__all__ = ["Claim", "Shelf", "Verdict"]
+__all__ = ["Claim", "ObjectTable", "Verdict"]
 
 ID_BITS: Final = 63
 """Of a claim's id, which is never 0."""
@@ -60,7 +60,7 @@ class _Object(NamedTuple):  # made in a quarter of a dataclass's time
     slot: int
     units: int
     generation: int
-    form: int
+    fingerprint: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Counts:
     removed: int = 0
 
 
-class Shelf:
+class ObjectTable:
     """The slots of a slab and the objects in them. Not thread-safe."""
 
     def __init__(
@@ -242,7 +242,7 @@ class Shelf:
 
     def make_room(self, low: float, high: float) -> int:
         """Evicts objects until each class has free slots again, or will have them once those are
-        written below that leave; returns how many went.
+        written to the lower tier that leave; returns how many went.
 
         Args:
             low: a class is left alone as long as this part of its slots is free.
@@ -252,7 +252,7 @@ class Shelf:
         late = self.ledger.late  # The tier is too slow for these classes.
         for units in self._policies:
             capacity = self.slab.capacity(units)
-            free = self.slab.free_slots(units) + self.ledger.leaving_in(units)
+            free = self.slab.free_slots(units) + self.ledger.demoting_in(units)
             if free >= max(low * capacity, 1):
                 continue
             gone += self._evict(units, max(int(high * capacity), 1) - free)
@@ -261,7 +261,7 @@ class Shelf:
                 continue
             if units in late:
                 gone += self._evict(units, refused, is_dropped=True)
-            elif not self.ledger.leaving_in(units):
+            elif not self.ledger.demoting_in(units):
                 self._take_chunk(units, self.slab.chunk_to_empty(units, self._kept_chunks()))
         self._balance()
         gone += self._empty_promised()
@@ -327,14 +327,15 @@ class Shelf:
     def _let_go(
         self, names: Iterable[bytes], *, is_dropped: bool = False, is_pressed: bool = True
     ) -> Sequence[bytes]:
-        """Of objects that no policy knows any more: those without a copy below are to be written
-        there first, if that can be. Returns the others, which are gone. ``is_pressed=False``: for
-        who can wait. However many wait for the tier, none goes without a copy."""
+        """Of objects that no policy knows any more: those without a copy in the lower tier are to
+        be written there first, if that can be. Returns the others, which are gone.
+        ``is_pressed=False``: for who can wait. However many wait for the tier, none goes without a
+        copy."""
         gone = []
         for name in names:
             one = self._objects[name]
             if name not in self.ledger:
-                if not is_dropped and self.ledger.leave(
+                if not is_dropped and self.ledger.demote(
                     name, one.slot, one.units, is_pressed=is_pressed
                 ):
                     continue
@@ -346,25 +347,31 @@ class Shelf:
         return self._drop(gone)
 
     def _touch(self, name: bytes, one: _Object) -> None:
-        leaving = self.ledger.leaving.get(name)
-        if leaving is None or leaving.slot != one.slot:
+        demoting = self.ledger.demoting.get(name)
+        if demoting is None or demoting.slot != one.slot:
             self._policies[one.units].touch(name)
         else:
-            self.ledger.keep(leaving)
+            self.ledger.keep(demoting)
 
     def _remove(self, names: Sequence[bytes]) -> int:
-        """Objects that are there, in memory or below."""
-        below = [(name, form) for name in names if (form := self.ledger.discard(name)) is not None]
+        """Objects that are there, in memory or in the lower tier."""
+        below = [
+            (name, fingerprint)
+            for name in names
+            if (fingerprint := self.ledger.discard(name)) is not None
+        ]
         for name, _ in below:
             self.ledger.unwanted(name)
         here = [name for name in names if name in self._objects]
         for name in here:
             if not self.ledger.is_held(self._objects[name].slot):
                 self._policies[self._objects[name].units].remove(name)
-        only = [(name, form) for name, form in below if name not in self._objects]
+        only = [(name, fingerprint) for name, fingerprint in below if name not in self._objects]
         self._drop(here)
         self._log.append(
-            below_changes([name for name, _ in only], [form for _, form in only], REMOVED)
+            lower_tier_changes(
+                [name for name, _ in only], [fingerprint for _, fingerprint in only], REMOVED
+            )
         )
         self.counts.removed += len(names)
         return len(names)
@@ -384,14 +391,14 @@ class Shelf:
         fresh["checksum"], fresh["state"] = checksums, 0
         self._headers[at] = fresh
         self._headers["state"][at] = LIVE  # Last: from here on readers believe the rest.
-        form = form_of(signature, nbytes)
-        units = self.slab.class_at(slots[0])  # All were taken for one claim or lift.
+        fingerprint = fingerprint_of(signature, nbytes)
+        units = self.slab.class_at(slots[0])  # All were taken for one claim or promotion.
         numbers: list[int] = generations.tolist()
         names = [key + signature for key in keys]
         for name, slot, generation in zip(names, slots, numbers, strict=True):
-            self._objects[name] = _Object(slot, units, generation, form)
+            self._objects[name] = _Object(slot, units, generation, fingerprint)
         self._policy(units).add_all(names)
-        self._log.append(_changes(keys, form, at, generations, ADDED))
+        self._log.append(_changes(keys, fingerprint, at, generations, ADDED))
         return numbers
 
     # -- what others are told
@@ -406,7 +413,7 @@ class Shelf:
             headers = self._headers[slots.start : slots.stop : slots.step]
             live = np.flatnonzero(headers["state"] == LIVE)
             found = np.zeros(len(live), CHANGE)
-            for one in ("key", "form", "generation"):
+            for one in ("key", "fingerprint", "generation"):
                 found[one] = headers[one][live]
             found["slot"] = slots.start + live * slots.step
             found["op"] = ADDED
@@ -422,10 +429,10 @@ class Shelf:
         if not 1 <= nbytes <= self.slab.object_bytes_max:
             return None
         units = class_of(nbytes)
-        form = form_of(signature, nbytes)
-        if header["form"] != form or header["checksum"] != checksum(slot, nbytes):
+        fingerprint = fingerprint_of(signature, nbytes)
+        if header["fingerprint"] != fingerprint or header["checksum"] != checksum(slot, nbytes):
             return None
-        return _Object(slot, units, int(header["generation"]), form)
+        return _Object(slot, units, int(header["generation"]), fingerprint)
 
     def _policy(self, units: int) -> Keeping:
         found = self._policies.get(units)
@@ -461,13 +468,13 @@ class Shelf:
                 self.slab.give_back(slot)
         changes = _changes(
             gone,
-            [one.form for one in objects],
+            [one.fingerprint for one in objects],
             slots,
             [one.generation for one in objects],
             REMOVED,
         )
         below = np.array([name in self.ledger for name in gone], np.bool_)
-        changes["slot"][below], changes["generation"][below] = BELOW, 0
+        changes["slot"][below], changes["generation"][below] = LOWER_TIER, 0
         changes["op"][below] = ADDED
         self._log.append(changes)
         return gone
@@ -475,7 +482,7 @@ class Shelf:
 
 def _changes(
     keys: Sequence[bytes],
-    forms: npt.ArrayLike,
+    fingerprints: npt.ArrayLike,
     slots: npt.ArrayLike,
     generations: npt.ArrayLike,
     op: int,
@@ -483,6 +490,10 @@ def _changes(
     """``keys`` may have more behind their 16 bytes."""
     changes = np.zeros(len(keys), CHANGE)
     changes["key"] = keys_of_digests(keys).view("V16").reshape(-1)
-    changes["form"], changes["slot"], changes["generation"] = forms, slots, generations
+    changes["fingerprint"], changes["slot"], changes["generation"] = (
+        fingerprints,
+        slots,
+        generations,
+    )
     changes["op"] = op
     return changes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shelf some of whose objects are pinned: they are not evicted. Pure."""
+"""A table some of whose objects are pinned: they are not evicted. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvstore.objects.changes import Keys, Records
 from kvstore.objects.outcomes import Pinned
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Shelf
+from kvstore.rules.object_table import ObjectTable
 from kvstore.rules.pins import Pins
 
-__all__ = ["PINNED_PART", "PinShelf"]
+__all__ = ["PINNED_PART", "PinnedTable"]
 
 PINNED_PART: Final = 0.5
 """Of the memory, that pins may take at most: the rest is for what comes and goes."""
 
 
-class PinShelf(Shelf):
+class PinnedTable(ObjectTable):
     """Not thread-safe."""
 
     def __init__(
@@ -32,7 +32,7 @@ class PinShelf(Shelf):
         log: ChangeLog,
         ledger: Ledger,
     ) -> None:
-        """See ``Shelf``."""
+        """See ``ObjectTable``."""
         super().__init__(slab, headers, new_policy, log, ledger)
         self.pins: Final = Pins(int(slab.units * PINNED_PART))
 

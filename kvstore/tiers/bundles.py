@@ -2,7 +2,7 @@
 """Which object lies in which bundle of an object store, and which bundles have to go. Pure.
 
 A bundle is several objects that were written together; it is never changed, and goes as a whole.
-It stays *doomed*, and counts, until the object store has confirmed that it is deleted.
+It counts until the object store has confirmed that it is deleted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Bundles:
         #: By name: bundles that have the object, too, in which it is not found any more.
         self._stale: dict[bytes, list[Bundle]] = {}
         #: By id: bytes of bundles that are to be deleted.
-        self._doomed: dict[bytes, int] = {}
+        self._to_delete: dict[bytes, int] = {}
         #: Of bundles that there are, and of those that are being written.
         self._bundle_bytes = self._reserved_bytes = 0
         #: Bytes of all objects that are found.
@@ -83,13 +83,13 @@ class Bundles:
 
     @property
     def used_bytes(self) -> int:
-        """Of all bundles: those that there are, that are being written, and that are doomed."""
-        return self._bundle_bytes + self._reserved_bytes + sum(self._doomed.values())
+        """Of all bundles: those there are, being written, and to be deleted."""
+        return self._bundle_bytes + self._reserved_bytes + sum(self._to_delete.values())
 
     @property
-    def doomed(self) -> list[bytes]:
+    def to_delete(self) -> list[bytes]:
         """The ids of bundles that are to be deleted."""
-        return list(self._doomed)
+        return list(self._to_delete)
 
     def find(self, name: bytes) -> tuple[Bundle, Page] | None:
         """Where an object lies; None if it is not there."""
@@ -103,13 +103,13 @@ class Bundles:
         older ones first, since these go for the others if they do not fit together."""
         self.make_room(bundle.nbytes)
         if bundle.nbytes > self.capacity:
-            self.doom(bundle.id, bundle.nbytes)
+            self.delete(bundle.id, bundle.nbytes)
         else:
             self._add(bundle)
 
-    def doom(self, bundle_id: bytes, nbytes: int) -> None:
+    def delete(self, bundle_id: bytes, nbytes: int) -> None:
         """What a former process has left, and cannot be a bundle, is to be deleted."""
-        self._doomed[bundle_id] = nbytes
+        self._to_delete[bundle_id] = nbytes
 
     def pages(self) -> Iterator[Page]:
         """All objects that are found."""
@@ -128,7 +128,7 @@ class Bundles:
             victim = self._policy.evict()
             if victim is None:
                 break
-            gone += self._doom(self._bundles[victim])
+            gone += self._delete(self._bundles[victim])
         return gone
 
     def reserve(self, nbytes: int) -> bool:
@@ -146,11 +146,11 @@ class Bundles:
     def fail(self, bundle: Bundle) -> None:
         """A bundle could not be written; or it is not known whether it was."""
         self._reserved_bytes -= bundle.nbytes
-        self.doom(bundle.id, bundle.nbytes)
+        self.delete(bundle.id, bundle.nbytes)
 
     def deleted(self, bundle_id: bytes) -> None:
-        """A doomed bundle is not in the object store any more."""
-        del self._doomed[bundle_id]
+        """A bundle that was to be deleted is not in the object store any more."""
+        del self._to_delete[bundle_id]
 
     # -- what lies there
 
@@ -191,7 +191,7 @@ class Bundles:
             bundle.live.add(name)
             self._where[name] = bundle
             self.nbytes += bundle.pages[name].nbytes
-        self._doom_if_empty(bundle)
+        self._delete_if_empty(bundle)
 
     def _leave(self, name: bytes) -> None:
         """The object is not found any more; its bundle has it still."""
@@ -199,18 +199,18 @@ class Bundles:
         bundle.live.remove(name)
         self.nbytes -= bundle.pages[name].nbytes
         self._stale.setdefault(name, []).append(bundle)
-        self._doom_if_empty(bundle)
+        self._delete_if_empty(bundle)
 
-    def _doom_if_empty(self, bundle: Bundle) -> None:
+    def _delete_if_empty(self, bundle: Bundle) -> None:
         if not bundle.live:
             self._policy.remove(bundle.id)
-            self._doom(bundle)
+            self._delete(bundle)
 
-    def _doom(self, bundle: Bundle) -> list[bytes]:
+    def _delete(self, bundle: Bundle) -> list[bytes]:
         """Of a bundle that the policy does not know any more. Returns what was found there."""
         del self._bundles[bundle.id]
         self._bundle_bytes -= bundle.nbytes
-        self.doom(bundle.id, bundle.nbytes)
+        self.delete(bundle.id, bundle.nbytes)
         for name in bundle.live:
             del self._where[name]
             self.nbytes -= bundle.pages[name].nbytes

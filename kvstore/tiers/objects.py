@@ -31,7 +31,7 @@ from kvstore.tiers.bundleheads import (
     removed_of,
 )
 from kvstore.tiers.bundles import Bundle, Bundles, Page, grouped
-from kvstore.tiers.burials import KIND, Burials
+from kvstore.tiers.object_tombstones import KIND, ObjectTombstones
 
 __all__ = ["BUNDLE_BYTES", "Objects"]
 
@@ -103,20 +103,20 @@ class Objects:
         #: that these were removed has to stay.
         self._is_blind = False
         self._failed = self._corrupted = 0
-        self._failures, self._losses = _Seldom(clock), _Seldom(clock)
+        self._failures, self._losses = _RateLimitedLog(clock), _RateLimitedLog(clock)
         try:
             self._left = bucket.sizes()
         except BucketError as exc:
             bucket.close()
             raise OSError(f"objects={label!r} cannot be listed: {exc}") from exc
         #: What was removed, and may be in a bundle still.
-        self.burials: Final = Burials(
+        self.tombstones: Final = ObjectTombstones(
             bucket, [(one, self._left[name][0]) for name, one in self._ids(KIND)]
         )
 
     def close(self) -> None:
         """See ``Tier``."""
-        self.burials.close()
+        self.tombstones.close()
         self._bucket.close()
 
     def usage(self) -> Usage:
@@ -140,15 +140,15 @@ class Objects:
     def found(self) -> Sequence[Found]:
         """See ``Tier``. Raises ``OSError`` if it cannot be read what was removed."""
         try:
-            buried = self.burials.read()
+            removed = self.tombstones.read()
         except BucketError as exc:
             raise OSError(f"objects={self._label!r} does not say what was removed: {exc}") from exc
         is_told_of = bool(self._ids(KIND))
         self._adopt()
         if is_told_of:
             with self._lock:
-                dead = [page.name for page in self._bundles.pages() if page.name in buried]
-            self.burials.reset_left()
+                dead = [page.name for page in self._bundles.pages() if page.name in removed]
+            self.tombstones.reset_left()
             self.remove(dead)
         with self._lock:
             return [Found(page.name, page.nbytes) for page in self._bundles.pages()]
@@ -167,13 +167,13 @@ class Objects:
                     unread += 1
                     self._note(head)
                 elif head is None:
-                    self._bundles.doom(bundle_id, nbytes)
+                    self._bundles.delete(bundle_id, nbytes)
                     self._corrupted += 1
                     logger.warning("a bundle in %s is not whole, and is deleted", self._label)
                 else:
                     self._bundles.adopt(head)
             for orphan in self._with_removed.difference(ids):
-                self._bundles.doom(orphan, 0)
+                self._bundles.delete(orphan, 0)
             self._left.clear()
             if unread:
                 self._is_blind = True
@@ -281,7 +281,7 @@ class Objects:
 
     def remove(self, names: Sequence[bytes]) -> None:
         """See ``Tier``. If the object store refuses it now, it is tried again with each write: a
-        restart before that finds the objects again, unless ``burials`` tell of them."""
+        restart before that finds the objects again, unless ``tombstones`` tell of them."""
         with self._lock:
             self._untold |= {one.id: one for one in self._bundles.remove(names)}
         self._settle()
@@ -290,14 +290,14 @@ class Objects:
         """Deletes bundles that have to go, and writes down what was removed from others. Whether no
         bundle is left that has to go."""
         with self._lock:
-            doomed = self._bundles.doomed
-            for one in doomed:
+            to_delete = self._bundles.to_delete
+            for one in to_delete:
                 self._untold.pop(one, None)
             untold = [(one.id, removed_head(one.id, one.removed)) for one in self._untold.values()]
-        deleted = self._bucket.each(self._delete, doomed, SMALL_AT_ONCE)
+        deleted = self._bucket.each(self._delete, to_delete, SMALL_AT_ONCE)
         told = self._bucket.each(self._tell_removed, untold, SMALL_AT_ONCE)
         with self._lock:
-            for bundle_id, outcome in zip(doomed, deleted, strict=True):
+            for bundle_id, outcome in zip(to_delete, deleted, strict=True):
                 if isinstance(outcome, BucketError):
                     self._note(outcome)
                 else:
@@ -307,9 +307,9 @@ class Objects:
                     self._note(outcome)
                 else:
                     del self._untold[bundle_id]
-            is_told = not (self._untold or self._bundles.doomed or self._is_blind)
+            is_told = not (self._untold or self._bundles.to_delete or self._is_blind)
         if is_told:
-            failed = self.burials.delete()
+            failed = self.tombstones.delete()
             with self._lock:
                 for exc in failed:
                     self._note(exc)
@@ -349,7 +349,7 @@ class Objects:
         )
 
 
-class _Seldom:
+class _RateLimitedLog:
     """Lines of the log that may come often."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

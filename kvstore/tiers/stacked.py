@@ -202,7 +202,9 @@ class Stacked:
             some = {one.name: one for one in raised[first : first + self.batch_max]}
             with self._writing:
                 with self._lock:
-                    alone = [one for name, one in some.items() if self._where.is_below(name)]
+                    alone = [
+                        one for name, one in some.items() if self._where.is_in_lower_tier(name)
+                    ]
                 if alone:
                     self._write_high(alone)
 

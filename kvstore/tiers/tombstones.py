@@ -72,7 +72,7 @@ class Tombstones:
             os.ftruncate(self._fd, 0)
             self.is_empty = True
 
-    def buried(self, names: Collection[bytes]) -> list[bytes]:
+    def removed(self, names: Collection[bytes]) -> list[bytes]:
         """Those of the names that were removed."""
         raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         dead = Names(

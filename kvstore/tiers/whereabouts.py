@@ -72,7 +72,7 @@ class Whereabouts:
         """Whether it can be read from there."""
         return bool(self._where.get(name, 0) & _LOWER)
 
-    def is_below(self, name: bytes) -> bool:
+    def is_in_lower_tier(self, name: bytes) -> bool:
         """Whether it is in the lower tier alone."""
         return self._where.get(name, 0) == _LOWER
 

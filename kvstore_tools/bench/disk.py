@@ -69,7 +69,7 @@ def measure(
         own = store.status().own
         assert own is not None
         seconds = time.perf_counter() - begun_s
-        found["put, and written to the disk"] = [own.moved_down * nbytes / 1e9 / seconds]
+        found["put, and written to the disk"] = [own.demoted * nbytes / 1e9 / seconds]
         for keys in fillers:  # What lies in memory has a copy below then, and goes without a write.
             _get(store, keys, room)
         _await_quiet(store)
@@ -121,9 +121,9 @@ def _put(store: Store, keys: Keys, source: np.ndarray) -> None:
 def _await_quiet(store: Store) -> None:
     """Until nothing is on its way down."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while (own := store.status().own) is not None and own.leaving:
+    while (own := store.status().own) is not None and own.demoting:
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{own.leaving} objects are not written to the disk in time")
+            raise RuntimeError(f"{own.demoting} objects are not written to the disk in time")
         time.sleep(0.001)
 
 

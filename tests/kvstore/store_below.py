@@ -11,7 +11,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from kvstore.config import Config
 from kvstore.memory.slab import class_of
-from kvstore.objects.changes import BELOW, Found, form_of
+from kvstore.objects.changes import LOWER_TIER, Found, fingerprint_of
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.owner import Owner
 from kvstore.store import Store
@@ -37,18 +37,18 @@ def owner_of(store: Store) -> Owner:
 def has_room(owner: Owner) -> bool:
     """For one more object, and no other is waiting for the disk."""
     free = owner._slab.free_slots(class_of(NBYTES))
-    return free > 0 and not owner._shelf.ledger.leaving
+    return free > 0 and not owner._table.ledger.demoting
 
 
 def rests(store: Store) -> bool:
     """Its owner has nothing on its way below, and will not before somebody stores or reads. The
     store knows where everything lies: the owner tells it after a change, not with it."""
     owner = owner_of(store)
-    shelf, low = owner._shelf, owner._config.free_low
+    table, low = owner._table, owner._config.free_low
     with owner._lock:
-        rooms = [(shelf.slab.free_slots(one), shelf.slab.capacity(one)) for one in shelf._policies]
+        rooms = [(table.slab.free_slots(one), table.slab.capacity(one)) for one in table._policies]
         has_room = all(free >= max(low * capacity, 1) for free, capacity in rooms)
-        is_busy = shelf._starved or shelf.ledger.leaving or shelf.ledger.has_work
+        is_busy = table._starved or table.ledger.demoting or table.ledger.has_work
         changes = len(owner._log)
     return has_room and not is_busy and store._owners._applied >= changes
 
@@ -69,8 +69,8 @@ def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
 
 def below(store: Store) -> np.ndarray:
     """Which objects a store believes to lie below."""
-    places = store._owners.look_up(KEYS, form_of(SIG, NBYTES))
-    found: np.ndarray = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+    places = store._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))
+    found: np.ndarray = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
     return found
 
 

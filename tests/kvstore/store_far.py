@@ -41,7 +41,9 @@ class Far:
 
     def number_in(self, store: Store) -> int:
         """Its number in a store's table."""
-        (number,) = (one.number for one in store._owners._far.owners() if one.name == self.name)
+        (number,) = (
+            one.number for one in store._owners._following.owners() if one.name == self.name
+        )
         return number
 
     def signal(self, number: signal.Signals) -> None:

@@ -67,12 +67,12 @@ def impatient(store: Store) -> Iterator[None]:
     owners = store._owners
     patient = owners._config
     store._config = owners._config = replace(patient, request_timeout_s=0.5)
-    owners._far._timeout_s = 0.5
+    owners._following._timeout_s = 0.5
     try:
         yield
     finally:
         store._config = owners._config = patient
-        owners._far._timeout_s = patient.request_timeout_s
+        owners._following._timeout_s = patient.request_timeout_s
 
 
 class Room:
@@ -104,7 +104,7 @@ def deaf(store: Store) -> Iterator[None]:
         begun.set()
         end.wait(TIMEOUT_S)
 
-    store._owners._far.loop.call(hold)
+    store._owners._following.loop.call(hold)
     assert begun.wait(TIMEOUT_S)
     try:
         yield

@@ -14,11 +14,11 @@ from kvstore.client.admission import (
     PROBE_ONE_IN,
     PROBE_SHARE,
     PROBE_SLOT_S,
-    Judged,
+    Admitted,
     Speed,
+    admit,
     expected_s,
     is_probe,
-    judge,
 )
 
 pytestmark = pytest.mark.pure
@@ -40,7 +40,7 @@ def load_s(owners: np.ndarray, each_s: dict[int, float]) -> float:
 def test_what_is_offered_gains_the_most(
     owners: np.ndarray, each_s: dict[int, float], compute_s: float
 ) -> None:
-    got = judge(owners, each_s, compute_s)
+    got = admit(owners, each_s, compute_s)
     assert got.found == len(owners)
     gains = [k * compute_s - load_s(owners[:k], each_s) for k in range(len(owners) + 1)]
     assert gains[got.offered] == pytest.approx(max(gains), rel=1e-9, abs=1e-9)
@@ -52,8 +52,8 @@ def test_what_is_offered_gains_the_most(
 def test_everything_is_offered_while_one_of_the_two_is_not_known(
     owners: np.ndarray, each_s: dict[int, float]
 ) -> None:
-    assert judge(owners, each_s, None) == Judged(len(owners), len(owners))
-    assert judge(owners, {}, 1e-9).offered == len(owners)
+    assert admit(owners, each_s, None) == Admitted(len(owners), len(owners))
+    assert admit(owners, {}, 1e-9).offered == len(owners)
 
 
 @given(runs, speeds, times_s, times_s)
@@ -61,10 +61,10 @@ def test_a_slower_owner_never_has_more_offered(
     owners: np.ndarray, each_s: dict[int, float], compute_s: float, more_s: float
 ) -> None:
     slower = {one: each + more_s for one, each in each_s.items()}
-    before, after = judge(owners, each_s, compute_s), judge(owners, slower, compute_s)
+    before, after = admit(owners, each_s, compute_s), admit(owners, slower, compute_s)
     if len(set(owners.tolist())) <= 1:  # Of several, another one may be what is waited for.
         assert after.offered <= before.offered
-    assert judge(owners, each_s, compute_s + more_s).offered >= before.offered
+    assert admit(owners, each_s, compute_s + more_s).offered >= before.offered
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_a_slower_owner_never_has_more_offered(
 def test_a_probe_offers_a_little_more(
     owners: np.ndarray, each_s: dict[int, float], compute_s: float
 ) -> None:
-    plain = judge(owners, each_s, compute_s)
-    probe = judge(owners, each_s, compute_s, probe=True)
+    plain = admit(owners, each_s, compute_s)
+    probe = admit(owners, each_s, compute_s, probe=True)
     if not plain.declined:
         assert probe == plain
         return
@@ -87,11 +87,11 @@ def test_a_probe_offers_a_little_more(
 def test_a_cut_lies_before_the_pages_of_a_slow_owner() -> None:
     owners = np.array([0] * 6 + [1] * 4, np.uint16)
     each_s = {0: 0.1, 1: 5.0}
-    assert judge(owners, each_s, 1.0) == Judged(10, 6, 20.0, 10.0)
-    assert judge(owners, each_s, 1.0).declined == 4
-    assert judge(owners[::-1], each_s, 1.0).offered == 0
-    assert judge(owners[::-1], each_s, 1.0, probe=True).offered == 1
-    assert judge(np.array([], np.uint16), each_s, 1.0) == Judged(0, 0)
+    assert admit(owners, each_s, 1.0) == Admitted(10, 6, 20.0, 10.0)
+    assert admit(owners, each_s, 1.0).declined == 4
+    assert admit(owners[::-1], each_s, 1.0).offered == 0
+    assert admit(owners[::-1], each_s, 1.0, probe=True).offered == 1
+    assert admit(np.array([], np.uint16), each_s, 1.0) == Admitted(0, 0)
 
 
 def test_what_a_load_is_expected_to_take() -> None:

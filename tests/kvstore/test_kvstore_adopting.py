@@ -13,11 +13,11 @@ from store_makers import SIG, keys
 
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES, Slab, class_of
-from kvstore.objects.changes import Records, form_of
+from kvstore.objects.changes import Records, fingerprint_of
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Shelf, Verdict
+from kvstore.rules.object_table import ObjectTable, Verdict
 
 CHUNK_UNITS = 8
 CHUNKS = 3
@@ -29,10 +29,10 @@ def empty() -> Records:
     return np.zeros(CHUNKS * CHUNK_UNITS, HEADER)
 
 
-def shelf_over(headers: Records) -> tuple[Shelf, ChangeLog]:
+def table_over(headers: Records) -> tuple[ObjectTable, ChangeLog]:
     log = ChangeLog(1000)
     slab = Slab(SLAB_BYTES, CHUNK_UNITS * UNIT_BYTES)
-    return Shelf(slab, headers, POLICIES["arc"], log, Ledger(0)), log
+    return ObjectTable(slab, headers, POLICIES["arc"], log, Ledger(0)), log
 
 
 def checksum(slot: int, nbytes: int) -> int:
@@ -40,11 +40,11 @@ def checksum(slot: int, nbytes: int) -> int:
     return slot * 1000 + nbytes
 
 
-def store(shelf: Shelf, rows: list[int], nbytes: int) -> None:
-    claim = shelf.claim(NAMES[rows], SIG, nbytes, 0.0)
+def store(table: ObjectTable, rows: list[int], nbytes: int) -> None:
+    claim = table.claim(NAMES[rows], SIG, nbytes, 0.0)
     if claim.slots:
-        assert shelf.take_claim(claim.id) is claim
-        shelf.publish(claim, [checksum(slot, nbytes) for slot in claim.slots])
+        assert table.take_claim(claim.id) is claim
+        table.publish(claim, [checksum(slot, nbytes) for slot in claim.slots])
 
 
 SIZES = st.sampled_from([1, UNIT_BYTES, 2 * UNIT_BYTES, 3 * UNIT_BYTES, 8 * UNIT_BYTES])
@@ -62,37 +62,37 @@ STEPS = st.lists(
 @given(STEPS, STEPS)
 def test_an_owner_goes_on_where_another_one_was_killed(before: Any, after: Any) -> None:
     headers = empty()
-    former, _ = shelf_over(headers)
+    former, _ = table_over(headers)
     play(former, before)
-    shelf, log = shelf_over(headers)
-    assert shelf.adopt(checksum) == (len(former), 0)
-    assert shelf._objects == former._objects
+    table, log = table_over(headers)
+    assert table.adopt(checksum) == (len(former), 0)
+    assert table._objects == former._objects
     told = log.since(0, 1000)
     assert told is not None
-    assert sorted(told["slot"].tolist()) == sorted(one.slot for one in shelf._objects.values())
-    play(shelf, after)
-    spans = [set(range(one.slot, one.slot + one.units)) for one in shelf._objects.values()]
+    assert sorted(told["slot"].tolist()) == sorted(one.slot for one in table._objects.values())
+    play(table, after)
+    spans = [set(range(one.slot, one.slot + one.units)) for one in table._objects.values()]
     claimed = [
         set(range(slot, slot + class_of(one.nbytes)))
-        for one in shelf._claims.values()
+        for one in table._claims.values()
         for slot in one.slots
     ]
     whole = set().union(*spans, *claimed)
     assert sum(map(len, spans + claimed)) == len(whole), "no unit is in two slots"
-    shelf.clear(SIG)
+    table.clear(SIG)
     assert not (headers["state"] == LIVE).any()
 
 
-def play(shelf: Shelf, steps: Any) -> None:
+def play(table: ObjectTable, steps: Any) -> None:
     for what, rows, nbytes in steps:
         if what == "store":
-            store(shelf, rows, nbytes)
+            store(table, rows, nbytes)
         elif what == "claim":  # Of a client that is still writing.
-            shelf.claim(NAMES[rows], SIG, nbytes, 0.0)
+            table.claim(NAMES[rows], SIG, nbytes, 0.0)
         elif what == "remove":
-            shelf.remove(NAMES[rows], SIG)
+            table.remove(NAMES[rows], SIG)
         else:
-            shelf.make_room(0.2, 0.4)
+            table.make_room(0.2, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def play(shelf: Shelf, steps: Any) -> None:
         ("nbytes", 9 * UNIT_BYTES),
         ("nbytes", 4 * UNIT_BYTES),
         ("nbytes", (1 << 64) - 1),
-        ("form", 5),
+        ("fingerprint", 5),
         ("checksum", 5),
         ("key", np.void(bytes(16))),  # as the next one's
     ],
@@ -112,24 +112,24 @@ def play(shelf: Shelf, steps: Any) -> None:
 def test_a_header_that_cannot_be_right_is_dropped(name: str, value: Any) -> None:
     """It says so of the second of four."""
     headers = empty()
-    former, _ = shelf_over(headers)
+    former, _ = table_over(headers)
     store(former, [0, 1, 2, 3], 2 * UNIT_BYTES)
     slots = sorted(one.slot for one in former._objects.values())
     headers[slots[1]][name] = value
     if name == "key":
         headers[slots[0]]["key"] = value
     if name == "nbytes" and 0 < value < 9 * UNIT_BYTES:
-        headers[slots[1]]["form"] = form_of(SIG, value)
+        headers[slots[1]]["fingerprint"] = fingerprint_of(SIG, value)
         headers[slots[1]]["checksum"] = checksum(slots[1], value)
-    shelf, _ = shelf_over(headers)
-    assert shelf.adopt(checksum) == (3, 1)
+    table, _ = table_over(headers)
+    assert table.adopt(checksum) == (3, 1)
     assert np.flatnonzero(headers["state"]).tolist() == [slots[0], *slots[2:]]
-    claim = shelf.claim(NAMES[[1]], SIG, 2 * UNIT_BYTES, 0.0)
+    claim = table.claim(NAMES[[1]], SIG, 2 * UNIT_BYTES, 0.0)
     assert claim.verdicts == [Verdict.GRANTED]
     assert claim.slots == [slots[1]], "the first that is free"
 
 
 def test_nothing_was_left_behind() -> None:
-    shelf, log = shelf_over(empty())
-    assert shelf.adopt(checksum) == (0, 0)
+    table, log = table_over(empty())
+    assert table.adopt(checksum) == (0, 0)
     assert len(log) == 0

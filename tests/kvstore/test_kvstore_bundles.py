@@ -55,7 +55,7 @@ class ObjectStore(RuleBasedStateMachine):
         self.number = 0
 
     def settle(self, works: bool) -> None:
-        for one in self.bundles.doomed:
+        for one in self.bundles.to_delete:
             if works:
                 self.stored.pop(one, None)
                 self.told.pop(one, None)
@@ -136,7 +136,7 @@ class ObjectStore(RuleBasedStateMachine):
             found = self.bundles.find(page.name)
             assert found is not None
             assert found[0].id in self.stored
-            assert found[0].id not in self.bundles.doomed
+            assert found[0].id not in self.bundles.to_delete
             assert found[0].live
 
 
@@ -167,7 +167,7 @@ def test_a_bundle_that_is_read_no_more_says_nothing_of_the_next_one() -> None:
     assert not bundles.forget(name, old)
     assert bundles.find(name) == (new, new.pages[name])
     assert bundles.forget(name, new)
-    assert bundles.doomed == [new.id]
+    assert bundles.to_delete == [new.id]
 
 
 def test_a_smaller_store_keeps_the_newest_bundles() -> None:
@@ -176,7 +176,7 @@ def test_a_smaller_store_keeps_the_newest_bundles() -> None:
         bundles.adopt(bundle_of(i, {bytes([i]) * 32: 40}))
     bundles.adopt(bundle_of(9, {bytes([9]) * 32: 400}))
     assert [page.name[0] for page in bundles.pages()] == [2, 3]
-    assert [one[-1] for one in bundles.doomed] == [0, 1, 9]
+    assert [one[-1] for one in bundles.to_delete] == [0, 1, 9]
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))

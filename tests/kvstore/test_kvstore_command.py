@@ -113,7 +113,13 @@ def test_that_there_is_no_store_is_said_once(
 
 def test_a_process_is_a_line() -> None:
     own = OwnerStats(
-        objects=12, evicted=3, pinned=2, below=40, below_capacity=1 << 30, lifted=5, dropped=6
+        objects=12,
+        evicted=3,
+        pinned=2,
+        lower_tier=40,
+        lower_tier_capacity=1 << 30,
+        promoted=5,
+        dropped=6,
     )
     one = StoreStatus(
         pid=7,

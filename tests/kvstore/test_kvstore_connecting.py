@@ -106,12 +106,12 @@ def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: S
         assert known.caller.window.mapped is not None
         mapped = weakref.ref(known.caller.window.mapped)
         del known
-    guest._owners._far._timeout_s = 0.0
+    guest._owners._following._timeout_s = 0.0
     until(lambda: mapped() is None, "its memory is given back")
 
 
 def owners_named(store: Store, name: str) -> list[Any]:
-    return [one for one in store._owners._far.owners() if one.name == name]
+    return [one for one in store._owners._following.owners() if one.name == name]
 
 
 # -- when owners are tried again
@@ -194,7 +194,7 @@ def test_a_connection_that_never_stands_for_long_is_made_ever_less_often(dials: 
 def test_nothing_is_asked_when_no_time_is_left(guest: Store, directory: Path) -> None:
     until(guest._owners.usable)
     (number,) = guest._owners.usable()
-    far = guest._owners._far.owner(number)
+    far = guest._owners._following.owner(number)
     assert far is not None
     (path,) = directory.glob("*.near")
     line = Line(str(path), "abc", TIMEOUT_S)

@@ -85,10 +85,10 @@ def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
     assert set(StoreStatus.__struct_fields__) == told | names_the_process
     told_of_own = {
         "objects", "claims", "published", "abandoned", "evicted", "removed", "bytes_used",
-        "below", "below_bytes", "leaving", "moved_down", "lifted", "dropped", "tier_failed",
-        "tier_corrupted", "pinned",
+        "lower_tier", "lower_tier_bytes", "demoting", "demoted", "promoted", "dropped",
+        "tier_failed", "tier_corrupted", "pinned",
     }  # fmt: skip
-    of_the_log, of_the_settings = {"changes"}, {"below_capacity"}
+    of_the_log, of_the_settings = {"changes"}, {"lower_tier_capacity"}
     known = told_of_own | of_the_log | of_the_settings
     assert {one.name for one in fields(OwnerStats)} == known
 
@@ -107,13 +107,13 @@ def test_figures_are_those_that_were_counted() -> None:
 def test_loads_that_were_judged_are_told() -> None:
     counts = AdmissionCounts(5, 3, probes=1, loads=7, expected_s=1.5, took_s=2.5, unpaid=2)
     told = counters(msgspec.structs.replace(STATUS, admission=counts))
-    assert {key: value for key, value in told.items() if key[0].startswith("judged")} == {
-        ("judged_total", ("admitted",)): 5,
-        ("judged_total", ("declined",)): 3,
-        ("judged_loads_total", ("paid",)): 5,
-        ("judged_loads_total", ("unpaid",)): 2,
-        ("judged_loads_seconds_total", ("expected",)): 1.5,
-        ("judged_loads_seconds_total", ("took",)): 2.5,
+    assert {key: value for key, value in told.items() if key[0].startswith("admission")} == {
+        ("admission_objects_total", ("admitted",)): 5,
+        ("admission_objects_total", ("declined",)): 3,
+        ("admission_loads_total", ("paid",)): 5,
+        ("admission_loads_total", ("unpaid",)): 2,
+        ("admission_loads_seconds_total", ("expected",)): 1.5,
+        ("admission_loads_seconds_total", ("took",)): 2.5,
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 from store_makers import SIG, TIMEOUT_S, keys
 from store_objects import NBYTES
 
-from kvstore.client.handles import FarHandle
+from kvstore.client.handles import RemoteHandle
 from kvstore.objects.pieces import Pieces
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.messages import (
@@ -65,12 +65,12 @@ class Answering:
         return self._answer
 
 
-def handle_to(answer: Answer) -> FarHandle:
+def handle_to(answer: Answer) -> RemoteHandle:
     owner: Any = SimpleNamespace(name="abc")
     engine: Any = SimpleNamespace(id="0" * 32, epoch=1)
     caller: Any = Answering(answer)
     source: Any = None
-    return FarHandle(owner, engine, source, caller, TIMEOUT_S)
+    return RemoteHandle(owner, engine, source, caller, TIMEOUT_S)
 
 
 SLOTS = bytes(8)
@@ -99,11 +99,11 @@ def test_nonsense_of_other_questions_is_no_answer() -> None:
     with pytest.raises(NoAnswer, match="answers nonsense of pins"):
         handle_to(Pins(["pinned"], "")).pin(KEYS, SIG, 1.0)
     here = bytes([1, 1])
-    for lifted in (
+    for promoted in (
         InMemory(here, SLOTS, SLOTS[:4]),
         InMemory(bytes([9, 9]), SLOTS, SLOTS),
         InMemory(here[:1], SLOTS, SLOTS),
     ):
         with pytest.raises(NoAnswer, match="answers nonsense of what is in memory"):
-            handle_to(lifted).lift(KEYS, SIG, NBYTES, TIMEOUT_S)
-    assert len(handle_to(InMemory(here, SLOTS, SLOTS)).lift(KEYS, SIG, NBYTES, TIMEOUT_S)) == 2
+            handle_to(promoted).promote(KEYS, SIG, NBYTES, TIMEOUT_S)
+    assert len(handle_to(InMemory(here, SLOTS, SLOTS)).promote(KEYS, SIG, NBYTES, TIMEOUT_S)) == 2

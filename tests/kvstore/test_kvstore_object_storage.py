@@ -21,7 +21,7 @@ from kvstore.config import Config
 from kvstore.objects.outcomes import Got
 from kvstore.protocol.messages import Done
 from kvstore.store import Store
-from kvstore.tiers.burials import Burials
+from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.objects import Objects
 
 
@@ -54,9 +54,9 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
     assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
-    assert stats.lifted > N
-    assert stats.below_bytes == stats.below * NBYTES
-    assert stats.below_capacity == 16 * MIB
+    assert stats.promoted > N
+    assert stats.lower_tier_bytes == stats.lower_tier * NBYTES
+    assert stats.lower_tier_capacity == 16 * MIB
 
 
 @pytest.mark.slow
@@ -116,11 +116,11 @@ def test_who_has_read_wrong_bytes_does_not_wait_for_the_bucket(
     """A get has a deadline, and an object store may hang."""
     go_on, told = threading.Event(), list[object]()
 
-    def slowly(_: Burials, names: Sequence[bytes]) -> None:
+    def slowly(_: ObjectTombstones, names: Sequence[bytes]) -> None:
         assert go_on.wait(TIMEOUT_S)
         told.append(names)
 
-    monkeypatch.setattr(Burials, "remove", slowly)
+    monkeypatch.setattr(ObjectTombstones, "remove", slowly)
     future = handle_of(lender, lender._owners.usable()[0]).remove_soon(KEYS, SIG)
     assert not future.done()
     assert not lender.exists(KEYS, SIG, NBYTES).any()
@@ -151,7 +151,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
     ):
         put_all(store, store)
         until(lambda: rests(store), "what leaves")
-        assert owner_of(store).stats().below_bytes <= 2 * MIB
+        assert owner_of(store).stats().lower_tier_bytes <= 2 * MIB
         found = store.exists(KEYS, SIG, NBYTES)
         assert 0 < found.sum() < N
         until(lambda: (client.exists(KEYS, SIG, NBYTES) == found).all(), "announcements")
@@ -217,7 +217,7 @@ def test_below_a_disk(directory: Path) -> None:
         outcomes = get(client, np.flatnonzero(found))
         assert set(outcomes) <= {Got.RIGHT, Got.MISSING}
         assert outcomes.count(Got.RIGHT) > N // 2
-        assert owner.stats().below_capacity > 16 * MIB
+        assert owner.stats().lower_tier_capacity > 16 * MIB
     shutil.rmtree(directory / "disk")
     with Store(with_objects(directory, **more)) as store:
         there = store.exists(KEYS, SIG, NBYTES)

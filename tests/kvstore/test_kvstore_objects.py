@@ -379,7 +379,7 @@ def test_heads_that_cannot_be_read_are_left_alone(
         assert len(tier.found()) == N
 
 
-def buried(path: Path) -> list[Path]:
+def removed(path: Path) -> list[Path]:
     return sorted(path.glob("*.buried1"))
 
 
@@ -387,15 +387,15 @@ def test_what_is_told_at_once_is_dropped_by_the_next(tmp_path: Path) -> None:
     """Nobody has removed it from its bundle."""
     with tier_at(tmp_path) as tier:
         put(tier, range(N))
-        tier.burials.remove([NAMES[0], NAMES[7]])
-        tier.burials.remove([])
-        tier.burials.clear(NAMES[3][16:])
-        assert len(buried(tmp_path)) == 2
-        assert not tier.burials.is_empty
+        tier.tombstones.remove([NAMES[0], NAMES[7]])
+        tier.tombstones.remove([])
+        tier.tombstones.clear(NAMES[3][16:])
+        assert len(removed(tmp_path)) == 2
+        assert not tier.tombstones.is_empty
     with tier_at(tmp_path) as tier:
         left = set(range(N)) - {0, 3, 7}
         assert {one.name for one in tier.found()} == {NAMES[i] for i in left}
-        assert not buried(tmp_path), "the bundles tell it now"
+        assert not removed(tmp_path), "the bundles tell it now"
         assert put(tier, [0]).stored == [True]
     with tier_at(tmp_path) as tier:
         assert {one.name for one in tier.found()} == {NAMES[i] for i in left | {0}}
@@ -404,19 +404,19 @@ def test_what_is_told_at_once_is_dropped_by_the_next(tmp_path: Path) -> None:
 def test_what_the_bundles_tell_is_not_told_twice(tmp_path: Path) -> None:
     with tier_at(tmp_path) as tier:
         put(tier, range(N))
-        tier.burials.remove([NAMES[0]])
+        tier.tombstones.remove([NAMES[0]])
         refuses(tier._bucket, "put")
         tier.remove([NAMES[0]])
-        tier.burials.reset()
-        assert tier.burials.is_empty
-        assert len(buried(tmp_path)) == 1, "no bundle tells it yet"
+        tier.tombstones.reset()
+        assert tier.tombstones.is_empty
+        assert len(removed(tmp_path)) == 1, "no bundle tells it yet"
         obeys(tier._bucket, "put")
         asked = refuses(tier._bucket, "delete")
         assert put(tier, [0]).stored == [True]
-        assert asked == [buried(tmp_path)[0].name]
+        assert asked == [removed(tmp_path)[0].name]
         obeys(tier._bucket, "delete")
         put(tier, [1])
-        assert not buried(tmp_path)
+        assert not removed(tmp_path)
     with tier_at(tmp_path) as tier:
         assert len(tier.found()) == N
 
@@ -438,24 +438,24 @@ def test_what_is_told_stays_while_there_are_objects_that_nobody_knows(
             refuses(tier._bucket, "ranges")
             assert read_all(tier, [3]) == [None]
             obeys(tier._bucket, "ranges")
-        tier.burials.clear(NAMES[3][16:])
-        tier.burials.reset()
+        tier.tombstones.clear(NAMES[3][16:])
+        tier.tombstones.reset()
         tier.remove([])
-        assert len(buried(tmp_path)) == 1
+        assert len(removed(tmp_path)) == 1
     with tier_at(tmp_path) as tier:
         assert NAMES[3] not in {one.name for one in tier.found()}
-        assert not buried(tmp_path)
+        assert not removed(tmp_path)
 
 
 def test_what_tells_of_removed_objects_must_be_read(tmp_path: Path) -> None:
     with tier_at(tmp_path) as tier:
         put(tier, range(N))
-        tier.burials.remove([NAMES[0]])
+        tier.tombstones.remove([NAMES[0]])
     with tier_at(tmp_path) as tier:
         refuses(tier._bucket, "begin")
         with pytest.raises(OSError, match=r"objects='the store' does not say what was removed: "):
             tier.found()
-    change_byte(buried(tmp_path)[0], 50)
+    change_byte(removed(tmp_path)[0], 50)
     with tier_at(tmp_path) as tier:
         assert tier.found() == [], "nobody knows what it has named"
         assert not list(tmp_path.iterdir())
@@ -465,7 +465,7 @@ def test_nothing_is_told_after_the_end(tmp_path: Path) -> None:
     with tier_at(tmp_path) as tier:
         pass
     with pytest.raises(OSError, match="it is being closed"):
-        tier.burials.remove([NAMES[0]])
+        tier.tombstones.remove([NAMES[0]])
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:

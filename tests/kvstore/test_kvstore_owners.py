@@ -207,7 +207,7 @@ def test_what_is_read_is_kept_and_what_is_not_goes_first(guest: Store, owner: St
     assert guest.get(names[20:40], SIG, theirs.pieces) == [Got.RIGHT] * 20
     own = owner._owners.own
     assert own is not None
-    (policy,) = own._shelf._policies.values()
+    (policy,) = own._table._policies.values()
     until(lambda: len(policy._policy._t2) == 40, "both were told")  # type: ignore[attr-defined]
     seeds = itertools.count(2)
 

@@ -21,7 +21,7 @@ from kvstore.objects.outcomes import Pinned, Put
 from kvstore.owner.owner import OwnerStats
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.pinned_table import PinShelf
+from kvstore.rules.pinned_table import PinnedTable
 from kvstore.store import Store
 
 CHUNK_UNITS = 8
@@ -30,17 +30,17 @@ NAMES = keys(24)
 MIB = 1 << 20
 
 
-def shelf_of(chunks: int, policy: str = "lru") -> PinShelf:
+def table_of(chunks: int, policy: str = "lru") -> PinnedTable:
     slab = Slab(chunks * (CHUNK + CHUNK_UNITS * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers = np.zeros(slab.units, HEADER)
-    return PinShelf(slab, headers, POLICIES[policy], ChangeLog(1000), Ledger(0))
+    return PinnedTable(slab, headers, POLICIES[policy], ChangeLog(1000), Ledger(0))
 
 
-def store(shelf: PinShelf, rows: list[int], units: int = 1) -> None:
-    claim = shelf.claim(NAMES[rows], SIG, units * UNIT_BYTES, 0.0)
+def store(table: PinnedTable, rows: list[int], units: int = 1) -> None:
+    claim = table.claim(NAMES[rows], SIG, units * UNIT_BYTES, 0.0)
     if claim.slots:
-        assert shelf.take_claim(claim.id) is claim
-        shelf.publish(claim, [0] * len(claim.slots))
+        assert table.take_claim(claim.id) is claim
+        table.publish(claim, [0] * len(claim.slots))
 
 
 class PinnedObjects(RuleBasedStateMachine):
@@ -50,27 +50,27 @@ class PinnedObjects(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = shelf_of(3, self.policy)
+        self.table = table_of(3, self.policy)
         self.now_s = 0.0
         #: By row: how many pins, and until when.
         self.pins: dict[int, tuple[int, float]] = {}
 
     def here(self, row: int) -> bool:
-        return NAMES[row].tobytes() + SIG in self.shelf._objects
+        return NAMES[row].tobytes() + SIG in self.table._objects
 
     @rule(
         rows=st.lists(st.integers(0, 23), min_size=1, max_size=8, unique=True),
         units=st.sampled_from([1, 2, 3, 8]),
     )
     def store(self, rows: list[int], units: int) -> None:
-        store(self.shelf, rows, units)
+        store(self.table, rows, units)
 
     @rule(
         rows=st.lists(st.integers(0, 23), min_size=1, max_size=4, unique=True),
         ttl=st.integers(1, 5),
     )
     def pin(self, rows: list[int], ttl: int) -> None:
-        answers, why = self.shelf.pin(NAMES[rows], SIG, self.now_s + ttl)
+        answers, why = self.table.pin(NAMES[rows], SIG, self.now_s + ttl)
         assert bool(why) == (Pinned.REFUSED in answers)
         for row, one in zip(rows, answers, strict=True):
             assert (one is Pinned.MISSING) == (not self.here(row))
@@ -82,7 +82,7 @@ class PinnedObjects(RuleBasedStateMachine):
 
     @rule(rows=st.lists(st.integers(0, 23), min_size=1, max_size=4, unique=True))
     def unpin(self, rows: list[int]) -> None:
-        self.shelf.unpin(NAMES[rows], SIG)
+        self.table.unpin(NAMES[rows], SIG)
         for row in rows:
             if row in self.pins:
                 count, until_s = self.pins.pop(row)
@@ -93,40 +93,40 @@ class PinnedObjects(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.now_s += seconds
         over = [row for row, (_, until_s) in self.pins.items() if until_s <= self.now_s]
-        assert self.shelf.unpin_overdue(self.now_s) == len(over)
+        assert self.table.unpin_overdue(self.now_s) == len(over)
         for row in over:
             del self.pins[row]
 
     @rule(rows=st.lists(st.integers(0, 23), min_size=1, max_size=4))
     def remove(self, rows: list[int]) -> None:
-        self.shelf.remove(NAMES[rows], SIG)
+        self.table.remove(NAMES[rows], SIG)
         for row in rows:
             self.pins.pop(row, None)
 
     @rule(rows=st.lists(st.integers(0, 23), max_size=6))
     def touch(self, rows: list[int]) -> None:
-        self.shelf.touch(NAMES[rows], SIG)
+        self.table.touch(NAMES[rows], SIG)
 
     @rule(part=st.sampled_from([0.1, 0.5, 1.0]))
     def make_room(self, part: float) -> None:
-        self.shelf.make_room(part, part)
+        self.table.make_room(part, part)
 
     @invariant()
     def what_is_pinned_is_here(self) -> None:
         assert all(self.here(row) for row in self.pins)
-        assert len(self.shelf.pins) == len(self.pins)
-        units = [self.shelf._objects[name].units for name in self.shelf.pins]
-        assert sum(units) == self.shelf.pins.units <= self.shelf.slab.units // 2
+        assert len(self.table.pins) == len(self.pins)
+        units = [self.table._objects[name].units for name in self.table.pins]
+        assert sum(units) == self.table.pins.units <= self.table.slab.units // 2
 
     @invariant()
     def policies_have_each_object_once(self) -> None:
-        assert sum(map(len, self.shelf._policies.values())) == len(self.shelf)
+        assert sum(map(len, self.table._policies.values())) == len(self.table)
 
     def teardown(self) -> None:
-        self.shelf.unpin_overdue(1e9)
-        assert not len(self.shelf.pins)
-        self.shelf.make_room(1.0, 1.0)
-        assert not len(self.shelf), "all can be evicted again"
+        self.table.unpin_overdue(1e9)
+        assert not len(self.table.pins)
+        self.table.make_room(1.0, 1.0)
+        assert not len(self.table), "all can be evicted again"
 
 
 class PinnedObjectsByArc(PinnedObjects):
@@ -138,17 +138,17 @@ TestPinnedObjectsByArc = pytest.mark.slow(PinnedObjectsByArc.TestCase)
 
 
 def test_a_chunk_with_a_pinned_object_is_not_emptied_for_another_class() -> None:
-    shelf = shelf_of(2)
-    store(shelf, list(range(16)))
-    assert shelf.pin(NAMES[[0, 8]], SIG, 1.0)[0] == [Pinned.PINNED] * 2
-    assert shelf.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots == []
-    shelf.make_room(0.0, 0.0)
-    assert all(NAMES[row].tobytes() + SIG in shelf._objects for row in (0, 8))
-    shelf.unpin(NAMES[[8]], SIG)
-    assert shelf.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots == []
-    shelf.make_room(0.0, 0.0)
-    assert shelf.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots, "the other chunk went"
-    assert NAMES[0].tobytes() + SIG in shelf._objects
+    table = table_of(2)
+    store(table, list(range(16)))
+    assert table.pin(NAMES[[0, 8]], SIG, 1.0)[0] == [Pinned.PINNED] * 2
+    assert table.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots == []
+    table.make_room(0.0, 0.0)
+    assert all(NAMES[row].tobytes() + SIG in table._objects for row in (0, 8))
+    table.unpin(NAMES[[8]], SIG)
+    assert table.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots == []
+    table.make_room(0.0, 0.0)
+    assert table.claim(NAMES[[20]], SIG, CHUNK, 0.0).slots, "the other chunk went"
+    assert NAMES[0].tobytes() + SIG in table._objects
 
 
 @pytest.mark.parametrize("by_message", [False, True])

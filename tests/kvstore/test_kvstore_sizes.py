@@ -20,7 +20,7 @@ from kvstore.memory.slab import UNIT_BYTES, Slab, class_of, class_of_left, class
 from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Shelf, Verdict
+from kvstore.rules.object_table import ObjectTable, Verdict
 
 MIB = 1 << 20
 LOW, HIGH = Config.free_low, Config.free_high
@@ -33,43 +33,43 @@ def slab_of(chunks: int, chunk_units: int = CHUNK_UNITS) -> Slab:
     return Slab(chunks * (chunk + chunk_units * HEADER_BYTES) + UNIT_BYTES, chunk)
 
 
-def shelf_of(slab: Slab) -> Shelf:
+def table_of(slab: Slab) -> ObjectTable:
     headers = np.zeros(slab.units, HEADER)
-    return Shelf(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
+    return ObjectTable(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
 
 
 def key_of(number: int) -> np.ndarray:
     return np.frombuffer(number.to_bytes(16, "big"), np.uint8).reshape(1, 16)
 
 
-def is_there(shelf: Shelf, number: int) -> bool:
-    return key_of(number).tobytes() + SIG in shelf._objects
+def is_there(table: ObjectTable, number: int) -> bool:
+    return key_of(number).tobytes() + SIG in table._objects
 
 
-def store(shelf: Shelf, number: int, nbytes: int) -> Verdict:
-    claim = shelf.claim(key_of(number), SIG, nbytes, 0.0)
+def store(table: ObjectTable, number: int, nbytes: int) -> Verdict:
+    claim = table.claim(key_of(number), SIG, nbytes, 0.0)
     if claim.slots:
-        shelf.take_claim(claim.id)
-        shelf.publish(claim, [1])
+        table.take_claim(claim.id)
+        table.publish(claim, [1])
     return claim.verdicts[0]
 
 
 def replay(memory: int, sizes: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
-    """The part of requests that are hits: of a shelf, and of one list of all objects that were used
+    """The part of requests that are hits: of a table, and of one list of all objects that were used
     last and fit the same memory without any waste. ``asked``: objects; their sizes take turns."""
     slab = Slab(memory, Config(memory=memory).chunk_bytes_used)
-    shelf = shelf_of(slab)
+    table = table_of(slab)
     ideal: OrderedDict[int, int] = OrderedDict()
     hits = ideal_hits = used = 0
     for turn, number in enumerate(asked):
         nbytes = sizes[number % len(sizes)]
-        if is_there(shelf, number):
+        if is_there(table, number):
             hits += 1
-            shelf.touch(key_of(number), SIG)
+            table.touch(key_of(number), SIG)
         else:
-            store(shelf, number, nbytes)
+            store(table, number, nbytes)
         if turn % 4 == 3:
-            shelf.make_room(LOW, HIGH)
+            table.make_room(LOW, HIGH)
         if number in ideal:
             ideal_hits += 1
             ideal.move_to_end(number)
@@ -105,26 +105,26 @@ def test_hits_are_nearly_those_of_one_list(count: int, smallest: int, largest: i
 def test_memory_goes_to_the_size_that_is_wanted_now() -> None:
     """As after a change of the model: nobody asks for the former pages any more."""
     sizes = [5 * UNIT_BYTES, 9 * UNIT_BYTES]
-    shelf = shelf_of(slab_of(15))
+    table = table_of(slab_of(15))
     for number in range(400):
-        store(shelf, number, sizes[0])
-        shelf.make_room(LOW, HIGH)
+        store(table, number, sizes[0])
+        table.make_room(LOW, HIGH)
     for number in range(1000, 3000):
-        store(shelf, number, sizes[1])
-        shelf.make_room(LOW, HIGH)
-    there = sum(is_there(shelf, number) for number in range(1000, 3000))
-    assert there > 0.7 * shelf.slab.capacity(9) > 0.7 * 13 * (CHUNK_UNITS // 9)
+        store(table, number, sizes[1])
+        table.make_room(LOW, HIGH)
+    there = sum(is_there(table, number) for number in range(1000, 3000))
+    assert there > 0.7 * table.slab.capacity(9) > 0.7 * 13 * (CHUNK_UNITS // 9)
 
 
 def test_two_small_classes_do_not_take_one_chunk_from_each_other() -> None:
-    shelf = shelf_of(slab_of(4))
+    table = table_of(slab_of(4))
     for number in range(3 * CHUNK_UNITS):
-        assert store(shelf, number, UNIT_BYTES) is Verdict.GRANTED
-    assert store(shelf, 1000, 20 * UNIT_BYTES) is Verdict.GRANTED
-    assert store(shelf, 1001, 30 * UNIT_BYTES) is Verdict.NO_SPACE
-    shelf.make_room(0.0, 0.0)
-    assert store(shelf, 1001, 30 * UNIT_BYTES) is Verdict.GRANTED
-    assert is_there(shelf, 1000), "its chunk had least in it, and is its only one"
+        assert store(table, number, UNIT_BYTES) is Verdict.GRANTED
+    assert store(table, 1000, 20 * UNIT_BYTES) is Verdict.GRANTED
+    assert store(table, 1001, 30 * UNIT_BYTES) is Verdict.NO_SPACE
+    table.make_room(0.0, 0.0)
+    assert store(table, 1001, 30 * UNIT_BYTES) is Verdict.GRANTED
+    assert is_there(table, 1000), "its chunk had least in it, and is its only one"
 
 
 @settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
@@ -135,14 +135,14 @@ def test_two_small_classes_do_not_take_one_chunk_from_each_other() -> None:
 def test_each_size_gets_a_slot_and_keeps_one_chunk(wanted: list[int], chunks: int) -> None:
     """With more chunks than powers of two: whoever waits for room gets it, and after all sizes had
     theirs nobody takes a last chunk from those that others share."""
-    shelf = shelf_of(slab_of(chunks))
+    table = table_of(slab_of(chunks))
     shared = {1 << power for power in range(7)}
     for number, units in enumerate(wanted):
-        had = {one for one in shared if shelf.slab.has_chunk(one)}
-        if store(shelf, number, units * UNIT_BYTES) is Verdict.NO_SPACE:
-            shelf.make_room(0.0, 0.0)
-            assert store(shelf, number, units * UNIT_BYTES) is Verdict.GRANTED
-        assert all(shelf.slab.has_chunk(one) for one in had)
+        had = {one for one in shared if table.slab.has_chunk(one)}
+        if store(table, number, units * UNIT_BYTES) is Verdict.NO_SPACE:
+            table.make_room(0.0, 0.0)
+            assert store(table, number, units * UNIT_BYTES) is Verdict.GRANTED
+        assert all(table.slab.has_chunk(one) for one in had)
 
 
 @given(st.integers(1, 1 << 14))
@@ -173,10 +173,10 @@ def test_an_object_that_cannot_lie_beside_the_others_is_left_out() -> None:
     assert class_of_left([(0, 4), (8, 4), (13, 4), (12, 2)], 64) == (4, [0, 1, 3])
 
 
-def left_behind(shelf: Shelf, slab: Slab) -> Shelf:
+def left_behind(table: ObjectTable, slab: Slab) -> ObjectTable:
     """The next owner of the same memory."""
-    headers = shelf._headers.copy()
-    new = Shelf(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
+    headers = table._headers.copy()
+    new = ObjectTable(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
     new.adopt(lambda slot, nbytes: int(headers["checksum"][slot]))
     return new
 
@@ -184,13 +184,13 @@ def left_behind(shelf: Shelf, slab: Slab) -> Shelf:
 @settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(st.lists(st.integers(1, CHUNK_UNITS), min_size=1, max_size=200))
 def test_the_next_owner_of_the_memory_has_all_objects(wanted: list[int]) -> None:
-    shelf = shelf_of(slab_of(8))
+    table = table_of(slab_of(8))
     for number, units in enumerate(wanted):
-        store(shelf, number, units * UNIT_BYTES)
-        shelf.make_room(LOW, HIGH)
-    new = left_behind(shelf, slab_of(8))
+        store(table, number, units * UNIT_BYTES)
+        table.make_room(LOW, HIGH)
+    new = left_behind(table, slab_of(8))
     assert {name: one.slot for name, one in new._objects.items()} == {
-        name: one.slot for name, one in shelf._objects.items()
+        name: one.slot for name, one in table._objects.items()
     }
     new.make_room(0.5, 0.5)
     for number, units in enumerate(wanted):
@@ -201,11 +201,11 @@ def test_the_next_owner_of_the_memory_has_all_objects(wanted: list[int]) -> None
 
 @pytest.mark.parametrize("chunk_units", [63, 100, 1000])
 def test_the_largest_object_of_an_odd_chunk_gets_all_of_it(chunk_units: int) -> None:
-    shelf = shelf_of(slab_of(3, chunk_units))
+    table = table_of(slab_of(3, chunk_units))
     for number in range(3):
-        assert store(shelf, number, chunk_units * UNIT_BYTES) is Verdict.GRANTED
-    assert store(shelf, 3, chunk_units * UNIT_BYTES) is Verdict.NO_SPACE
-    assert left_behind(shelf, slab_of(3, chunk_units))._objects.keys() == shelf._objects.keys()
+        assert store(table, number, chunk_units * UNIT_BYTES) is Verdict.GRANTED
+    assert store(table, 3, chunk_units * UNIT_BYTES) is Verdict.NO_SPACE
+    assert left_behind(table, slab_of(3, chunk_units))._objects.keys() == table._objects.keys()
 
 
 def test_a_chunk_that_is_promised_goes_over_with_its_last_object() -> None:

@@ -116,7 +116,7 @@ def test_any_batch_is_taken_from_the_owners_own_process(owner: Store) -> None:
 
 def test_a_message_of_another_length_is_refused(guest: Store, owner: Store) -> None:
     until(guest._owners.usable, "the owner is known")
-    (far,) = guest._owners._far.owners()
+    (far,) = guest._owners._following.owners()
     store_9 = messages.Store(keys(2).tobytes(), SIG, 5, b"123456789")
     with pytest.raises(NoAnswer, match="9 bytes are not 2 objects of 5"):
         far.asker.ask(store_9, TIMEOUT_S)

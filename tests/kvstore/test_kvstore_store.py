@@ -173,9 +173,9 @@ def test_an_owner_is_asked_once_where_something_is_that_has_moved(
     back = Room(guest, N, NBYTES)
     own = owner._owners.own
     assert own is not None
-    asked, lift = list[int](), own.lift
+    asked, promote = list[int](), own.promote
     monkeypatch.setattr(
-        own, "lift", lambda keys, *more: (asked.append(len(keys)), lift(keys, *more))[1]
+        own, "promote", lambda keys, *more: (asked.append(len(keys)), promote(keys, *more))[1]
     )
     with deaf(guest):
         owner.remove(KEYS[:4], SIG)

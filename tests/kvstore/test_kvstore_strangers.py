@@ -16,7 +16,7 @@ import te
 from bootstrap_server.admission import unauthenticated
 from kvstore._table import Table
 from kvstore.client import following as far_module
-from kvstore.client.following import Far
+from kvstore.client.following import Following
 from kvstore.membership.directory import Directory
 from kvstore.owner.owner import Owner
 from kvstore.owner.service import Service
@@ -99,7 +99,7 @@ def test_false_entries_hide_no_owner(
         heard.add(number) if is_heard else heard.discard(number)
         return True
 
-    far = Far(
+    far = Following(
         Table(),
         set_heard,
         sockets,

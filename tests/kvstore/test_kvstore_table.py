@@ -17,7 +17,7 @@ from kvstore.objects.changes import (
     REMOVED,
     Found,
     Records,
-    form_of,
+    fingerprint_of,
     keys_of_digests,
     keys_of_hex,
 )
@@ -27,13 +27,13 @@ EVERYBODY = bytes([1]) * OWNERS_MAX
 KEYS = [bytes(15) + bytes([i]) for i in range(12)]
 
 
-def change(key: bytes, form: int, slot: int, generation: int, op: int) -> Records:
-    return np.array([(np.void(key), form, slot, generation, op)], CHANGE)
+def change(key: bytes, fingerprint: int, slot: int, generation: int, op: int) -> Records:
+    return np.array([(np.void(key), fingerprint, slot, generation, op)], CHANGE)
 
 
-def look(table: Table, keys: list[bytes], form: int, ranks: bytes = EVERYBODY) -> Records:
+def look(table: Table, keys: list[bytes], fingerprint: int, ranks: bytes = EVERYBODY) -> Records:
     places = np.empty(len(keys), PLACE)
-    found = table.look_up(b"".join(keys), form, ranks, places)
+    found = table.look_up(b"".join(keys), fingerprint, ranks, places)
     assert found == (places["found"] == Found.HERE).sum()
     return places
 
@@ -61,21 +61,21 @@ def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
             for one in gone:
                 del model[one]
             continue
-        owner, key, form, slot, generation, op = step
-        table.apply(owner, change(key, form, slot, generation, op))  # type: ignore[arg-type]
+        owner, key, fingerprint, slot, generation, op = step
+        table.apply(owner, change(key, fingerprint, slot, generation, op))  # type: ignore[arg-type]
         if op == ADDED:
-            model[owner, key, form] = (slot, generation)  # type: ignore[index]
-        elif model.get((owner, key, form)) == (slot, generation):  # type: ignore[arg-type]
-            del model[owner, key, form]  # type: ignore[arg-type]
+            model[owner, key, fingerprint] = (slot, generation)  # type: ignore[index]
+        elif model.get((owner, key, fingerprint)) == (slot, generation):  # type: ignore[arg-type]
+            del model[owner, key, fingerprint]  # type: ignore[arg-type]
     assert len(table) == len(model)
     for owner in range(3):
         assert table.count(owner) == sum(one[0] == owner for one in model)
         ranks = bytearray(OWNERS_MAX)
         ranks[owner] = 1
-        for form in (1, 2):
-            places = look(table, KEYS, form, bytes(ranks))
+        for fingerprint in (1, 2):
+            places = look(table, KEYS, fingerprint, bytes(ranks))
             for key, place in zip(KEYS, places, strict=True):
-                here = model.get((owner, key, form))
+                here = model.get((owner, key, fingerprint))
                 if here is not None:
                     assert (place["slot"], place["generation"]) == here
                     assert (place["found"], place["owner"]) == (Found.HERE, owner)
@@ -90,7 +90,7 @@ def test_it_grows_and_forgets_nothing(seed: int) -> None:
     table, count = Table(), 5000
     changes = np.zeros(count, CHANGE)
     changes["key"] = rng.integers(0, 256, (count, 16), np.uint8).view("V16").reshape(-1)
-    changes["form"], changes["slot"], changes["op"] = 7, np.arange(count), ADDED
+    changes["fingerprint"], changes["slot"], changes["op"] = 7, np.arange(count), ADDED
     table.apply(3, changes)
     gone = rng.random(count) < 0.5
     removals = changes[gone].copy()
@@ -108,7 +108,7 @@ def test_many_shards_grow_and_lose_an_owner() -> None:
     rng = np.random.default_rng(5)
     changes = np.zeros(count, CHANGE)
     changes["key"] = rng.integers(0, 256, (count, 16), np.uint8).view("V16").reshape(-1)
-    changes["form"], changes["slot"], changes["op"] = 7, np.arange(count), ADDED
+    changes["fingerprint"], changes["slot"], changes["op"] = 7, np.arange(count), ADDED
     for owner in (1, 2):
         table.apply(owner, changes)
         again = changes[::3].copy()
@@ -151,7 +151,7 @@ def test_the_owner_of_the_highest_rank_is_taken_and_none_of_rank_0() -> None:
     assert look(table, KEYS[:1], 1, bytes(ranks))[0]["owner"] == 3
 
 
-def test_a_key_under_another_form_alone_is_told_apart() -> None:
+def test_a_key_under_another_fingerprint_alone_is_told_apart() -> None:
     table = Table()
     table.apply(1, change(KEYS[0], 1, 5, 1, ADDED))
     assert look(table, KEYS[:2], 2)["found"].tolist() == [Found.OTHER, Found.MISSING]
@@ -208,5 +208,5 @@ def test_what_is_no_digest_is_refused() -> None:
 
 
 def test_forms_depend_on_signature_and_size() -> None:
-    forms = {form_of(bytes([i]) * 16, n) for i in range(10) for n in (1, 2, 1 << 33)}
-    assert len(forms) == 30
+    fingerprints = {fingerprint_of(bytes([i]) * 16, n) for i in range(10) for n in (1, 2, 1 << 33)}
+    assert len(fingerprints) == 30

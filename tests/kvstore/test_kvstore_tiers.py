@@ -20,16 +20,16 @@ from store_below import KEYS, NBYTES, OBJECTS, N, below, get, owner_of, put_all,
 from store_makers import SIG, TIMEOUT_S, Room, config, deaf, impatient, until
 
 from kvstore.client import promoting
-from kvstore.client.admission import MEASURED_MIN, Judged
+from kvstore.client.admission import MEASURED_MIN, Admitted
 from kvstore.client.load_times import source_of
 from kvstore.config import Config
 from kvstore.loading import Load
-from kvstore.objects.changes import BELOW, PLACE, Found, form_of
+from kvstore.objects.changes import LOWER_TIER, PLACE, Found, fingerprint_of
 from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.tiering import READS_MAX
 from kvstore.protocol.asking import NoAnswer
-from kvstore.rules.tiered_table import Lifted, LiftState
+from kvstore.rules.tiered_table import Promoted, PromotionState
 from kvstore.store import Store
 from kvstore.tiers.disk import Disk
 
@@ -61,9 +61,9 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
     assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
-    assert stats.lifted > N
-    assert stats.moved_down == stats.below <= N
-    assert stats.below_bytes == stats.below * NBYTES
+    assert stats.promoted > N
+    assert stats.demoted == stats.lower_tier <= N
+    assert stats.lower_tier_bytes == stats.lower_tier * NBYTES
 
 
 def test_who_hears_late_that_an_object_was_put_below_gets_it(lender: Store, reader: Store) -> None:
@@ -76,7 +76,7 @@ def test_who_hears_late_that_an_object_was_put_below_gets_it(lender: Store, read
 
 
 def test_what_lies_below_is_a_source_of_its_own(lender: Store, reader: Store) -> None:
-    """Whose time has the owner's lift in it."""
+    """Whose time has the owner's promote in it."""
     deep = np.flatnonzero(below(reader))
     assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
     for _ in range(MEASURED_MIN):
@@ -84,18 +84,18 @@ def test_what_lies_below_is_a_source_of_its_own(lender: Store, reader: Store) ->
     deep, high = np.flatnonzero(below(reader)), np.flatnonzero(~below(reader))
     assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is not None
     assert reader.expected_s(KEYS[high[:1]], SIG, NBYTES) is not None
-    places = reader._owners.look_up(KEYS, form_of(SIG, NBYTES))
+    places = reader._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))
     owner = int(places["owner"][0])
-    reader.judging.forget(owner)
+    reader.load_times.forget(owner)
     assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
     for _ in range(MEASURED_MIN):
-        reader.judging.measured(owner, 0.001, NBYTES)
-        reader.judging.measured(int(source_of(np.uint16(owner), np.True_)), 5.0, NBYTES)
+        reader.load_times.measured(owner, 0.001, NBYTES)
+        reader.load_times.measured(int(source_of(np.uint16(owner), np.True_)), 5.0, NBYTES)
     with deaf(reader):  # The owner goes on making room.
         deep, high = np.flatnonzero(below(reader)), np.flatnonzero(~below(reader))
         wanted = KEYS[[*high[:4], *deep[:4]]]
-        assert reader.judge(wanted, SIG, NBYTES, compute_s=1.0) == Judged(8, 4, 20.0, 8.0)
-        assert reader.judge(wanted, SIG, NBYTES, compute_s=6.0).offered == 8
+        assert reader.admit(wanted, SIG, NBYTES, compute_s=1.0) == Admitted(8, 4, 20.0, 8.0)
+        assert reader.admit(wanted, SIG, NBYTES, compute_s=6.0).offered == 8
 
 
 def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> None:
@@ -211,7 +211,7 @@ def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> 
 
 
 @pytest.mark.slow
-def test_one_part_is_lifted_while_another_is_read(
+def test_one_part_is_promoted_while_another_is_read(
     lender: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(promoting, "PART_BYTES", 3 * NBYTES)
@@ -231,7 +231,7 @@ def test_a_reader_asks_for_what_has_gone(lender: Store, reader: Store) -> None:
         assert get(reader, down) == [Got.MISSING] * 3
     handle = reader._owners.handle(reader._owners.usable()[0])
     assert handle is not None
-    assert handle.lift(KEYS[down], SIG, NBYTES, TIMEOUT_S) == [Lifted(LiftState.GONE)] * 3
+    assert handle.promote(KEYS[down], SIG, NBYTES, TIMEOUT_S) == [Promoted(PromotionState.GONE)] * 3
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_what_lay_below_an_owner_that_was_killed_is_not_left_below(
 class _Silent:
     """An owner that does not answer."""
 
-    def lift(self, *_: Any) -> Sequence[Lifted]:
+    def promote(self, *_: Any) -> Sequence[Promoted]:
         raise NoAnswer("it does not answer")
 
 
@@ -297,41 +297,43 @@ def test_an_owner_that_cannot_be_asked_is_told_apart_from_a_slow_disk(
     handles: list[Any], left_s: float, found: int
 ) -> None:
     places = np.zeros(2, PLACE)
-    places["found"], places["slot"], places["owner"] = Found.HERE, [BELOW, 7], 3
+    places["found"], places["slot"], places["owner"] = Found.HERE, [LOWER_TIER, 7], 3
     asked = iter(handles)
-    promoting.lift(lambda _: next(asked), KEYS[:2], SIG, NBYTES, places, time.monotonic() + left_s)
+    promoting.promote(
+        lambda _: next(asked), KEYS[:2], SIG, NBYTES, places, time.monotonic() + left_s
+    )
     assert places["found"].tolist() == [found, Found.HERE]
-    assert places["slot"].tolist() == [BELOW, 7]
+    assert places["slot"].tolist() == [LOWER_TIER, 7]
 
 
 @pytest.mark.slow
-def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
+def test_no_time_to_promotion_is_an_outcome(lender: Store, reader: Store) -> None:
     down = np.flatnonzero(below(reader))[:2].tolist()
-    carrier = owner_of(lender)._carrier
-    assert carrier is not None
-    read, begun, end = carrier._tier.read, threading.Event(), threading.Event()
+    tiering = owner_of(lender)._tiering
+    assert tiering is not None
+    read, begun, end = tiering._tier.read, threading.Event(), threading.Event()
 
     def slow(objects: Any) -> Any:
         begun.set()
         assert end.wait(TIMEOUT_S)
         return read(objects)
 
-    carrier._tier.read = slow  # type: ignore[method-assign]  # A disk that hangs.
+    tiering._tier.read = slow  # type: ignore[method-assign]  # A disk that hangs.
 
     def is_asked() -> bool:
-        assert get(reader, down, 0.2) == [Got.LEFT_BELOW] * 2
+        assert get(reader, down, 0.2) == [Got.NOT_PROMOTED] * 2
         return begun.is_set()
 
     until(is_asked, "the disk is asked")
-    assert get(lender, down, 0.2) == [Got.LEFT_BELOW] * 2, "nor does the owner itself wait longer"
+    assert get(lender, down, 0.2) == [Got.NOT_PROMOTED] * 2, "nor does the owner itself wait longer"
     # A second one waits for the first, until its own deadline.
-    assert get(reader, down[:1], 0.2) == [Got.LEFT_BELOW]
+    assert get(reader, down[:1], 0.2) == [Got.NOT_PROMOTED]
     others = np.flatnonzero(below(reader))[2:9].tolist()
     for row in others:  # More than may read at once: they take no slots.
-        assert get(reader, [row], 0.05) == [Got.LEFT_BELOW]
-    assert len(owner_of(lender)._shelf.ledger.lifting) <= READS_MAX + 1
+        assert get(reader, [row], 0.05) == [Got.NOT_PROMOTED]
+    assert len(owner_of(lender)._table.ledger.promoting) <= READS_MAX + 1
     end.set()
-    until(lambda: not owner_of(lender)._shelf.ledger.lifting, "what has come late")
+    until(lambda: not owner_of(lender)._table.ledger.promoting, "what has come late")
     assert get(reader, down + others) == [Got.RIGHT] * 9
 
 
@@ -341,29 +343,29 @@ def test_readers_of_a_disk_that_is_slow_to_write_lose_no_object(
     """One wants what lies below, while others read what is to leave for it."""
     owner = owner_of(lender)
     until(lambda: rests(lender), "what leaves")
-    ledger, carrier = owner._shelf.ledger, owner._carrier
-    assert carrier is not None
-    write, go_on = carrier._tier.write, threading.Event()
+    ledger, tiering = owner._table.ledger, owner._tiering
+    assert tiering is not None
+    write, go_on = tiering._tier.write, threading.Event()
 
     def slow(objects: Any) -> Any:
         assert go_on.wait(TIMEOUT_S)
         return write(objects)
 
-    carrier._tier.write = slow  # type: ignore[method-assign]
+    tiering._tier.write = slow  # type: ignore[method-assign]
     down, outcomes = np.flatnonzero(below(reader)).tolist(), list[Got]()
-    lifting = threading.Thread(target=lambda: outcomes.extend(get(reader, down)))
-    lifting.start()
+    promoting = threading.Thread(target=lambda: outcomes.extend(get(reader, down)))
+    promoting.start()
 
-    def is_leaving(count: int) -> bool:
+    def is_demoting(count: int) -> bool:
         owner.touch(KEYS, SIG)  # What is read stays; so others have to leave instead.
-        return len(ledger.leaving) >= count or ledger.counts.dropped > 0
+        return len(ledger.demoting) >= count or ledger.counts.dropped > 0
 
     try:
-        until(lambda: is_leaving(8), "more than may wait without a reader")
+        until(lambda: is_demoting(8), "more than may wait without a reader")
         assert ledger.counts.dropped == 0
     finally:
         go_on.set()
-        lifting.join(TIMEOUT_S)
+        promoting.join(TIMEOUT_S)
     assert outcomes == [Got.RIGHT] * len(down)
     assert get(lender) == [Got.RIGHT] * N
     assert owner.stats().dropped == 0
@@ -377,7 +379,7 @@ def test_readers_who_push_out_each_others_objects_all_get_them(
     owner, wrong = owner_of(lender), list[Any]()
     with Store(config(directory)) as client:
         until(lambda: client.exists(KEYS, SIG, NBYTES).all(), "announcements")
-        while len(owner._shelf.ledger) < N:  # What has no copy below yet may be dropped in a hurry.
+        while len(owner._table.ledger) < N:  # What has no copy below yet may be dropped in a hurry.
             for row in range(N):
                 assert get(client, [row]) == [Got.RIGHT]
 
@@ -396,12 +398,12 @@ def test_readers_who_push_out_each_others_objects_all_get_them(
     for one in threads:
         one.join(TIMEOUT_S)
         assert not one.is_alive()
-    # One that is pushed out between lift and read again and again is told as moved.
-    assert set(wrong) <= {Got.MOVED, Got.LEFT_BELOW}
+    # One that is pushed out between promote and read again and again is told as moved.
+    assert set(wrong) <= {Got.MOVED, Got.NOT_PROMOTED}
     assert len(wrong) < ROUNDS * 60 * 3 // 4
     stats = owner.stats()
     assert stats.tier_corrupted == stats.dropped == 0
-    until(lambda: not owner._shelf.ledger.lifting, "what has come late")
+    until(lambda: not owner._table.ledger.promoting, "what has come late")
 
 
 @contextmanager

@@ -70,9 +70,9 @@ def page_bytes(linker: StoreLinker) -> int:
 
 def loads(target: Any, page_s: float, page_bytes: int) -> None:
     """So long took reading pages from the own memory; measured often enough to be believed."""
-    target._store.judging.forget(OWN)
+    target._store.load_times.forget(OWN)
     for _ in range(MEASURED_MIN):
-        target._store.judging.measured(OWN, page_s, page_bytes)
+        target._store.load_times.measured(OWN, page_s, page_bytes)
 
 
 def test_pages_are_offered_when_loading_is_faster_or_nothing_is_known(
@@ -143,7 +143,7 @@ def test_what_was_expected_is_compared_with_what_a_load_took(
     assert linker._store.status().admission.loads == 0, "nothing was expected of it"
     for _ in range(MEASURED_MIN):
         assert loaded(linker, keys, 5, 6, 7, 8)
-    assert linker._store.judging.bytes_per_s(OWN) > 0, "loads are measured"
+    assert linker._store.load_times.bytes_per_s(OWN) > 0, "loads are measured"
     before = linker._store.status().admission
     loads(linker, SLOW_S, page_bytes(linker))
     assert linker.lookup("a", transfer(keys)) == [1]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.client.admission import Judged, is_probe
+from kvstore.client.admission import Admitted, is_probe
 from kvstore.objects.changes import Keys
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.forwards import Forwards
@@ -51,15 +51,15 @@ class Admission:
         request, which is counted once; None: each call is one."""
         compute_s = self._page_compute_s()
         if compute_s is None:
-            return self._store.judge(keys, signature, page_bytes, None).found
+            return self._store.admit(keys, signature, page_bytes, None).found
         now_s = time.time()
         probe = bool(len(keys)) and is_probe(keys[0].tobytes(), now_s)
-        judged = self._store.judge(keys, signature, page_bytes, compute_s, probe=probe)
-        if judged.found and (rid is None or self._is_new(rid)):
-            self._store.judging.count(judged)
-            if judged.declined:
-                self._tell(judged)
-        return judged.offered
+        admitted = self._store.admit(keys, signature, page_bytes, compute_s, probe=probe)
+        if admitted.found and (rid is None or self._is_new(rid)):
+            self._store.load_times.count(admitted)
+            if admitted.declined:
+                self._tell(admitted)
+        return admitted.offered
 
     @contextmanager
     def loading(self, keys: Keys, signature: bytes, page_bytes: int) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Admission:
         finally:
             if expected_s is not None:
                 took_s = time.monotonic() - began_s
-                self._store.judging.loaded(expected_s, took_s, len(keys) * compute_s)
+                self._store.load_times.loaded(expected_s, took_s, len(keys) * compute_s)
 
     def _page_compute_s(self) -> float | None:
         each_s = None if self._forwards is None else self._forwards.seconds_per_token()
@@ -89,7 +89,7 @@ class Admission:
             self._counted.popitem(last=False)
         return True
 
-    def _tell(self, judged: Judged) -> None:
+    def _tell(self, admitted: Admitted) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s < TOLD_EVERY_S:
             return
@@ -98,10 +98,10 @@ class Admission:
             "%d of %d pages that the store has are computed: loading all is expected to take %.0f"
             " ms, and computing them %.0f ms; since the start %d pages were computed for that"
             " reason, and %d loaded",
-            judged.declined,
-            judged.found,
-            judged.load_s * 1e3,
-            judged.compute_s * 1e3,
-            self._store.judging.counts.declined,
-            self._store.judging.counts.admitted,
+            admitted.declined,
+            admitted.found,
+            admitted.load_s * 1e3,
+            admitted.compute_s * 1e3,
+            self._store.load_times.counts.declined,
+            self._store.load_times.counts.admitted,
         )

@@ -13,30 +13,32 @@ from store_makers import SIG, keys
 from kvstore._table import Table
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES, Slab
-from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
+from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, fingerprint_of
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Claim, Shelf, Verdict
+from kvstore.rules.object_table import Claim, ObjectTable, Verdict
 
 CHUNK = 8 * UNIT_BYTES
 NAMES = keys(12)
 OTHER = bytes(16)
 
 
-def shelf_of(
+def table_of(
     chunks: int, kept: int = 1000, policy: str = "lru"
-) -> tuple[Shelf, np.ndarray, ChangeLog]:
+) -> tuple[ObjectTable, np.ndarray, ChangeLog]:
     slab = Slab(chunks * (CHUNK + 8 * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers, log = np.zeros(slab.units, HEADER), ChangeLog(kept)
-    return Shelf(slab, headers, POLICIES[policy], log, Ledger(0)), headers, log
+    return ObjectTable(slab, headers, POLICIES[policy], log, Ledger(0)), headers, log
 
 
-def store(shelf: Shelf, some: Keys, nbytes: int = UNIT_BYTES, signature: bytes = SIG) -> Claim:
-    claim = shelf.claim(some, signature, nbytes, 0.0)
+def store(
+    table: ObjectTable, some: Keys, nbytes: int = UNIT_BYTES, signature: bytes = SIG
+) -> Claim:
+    claim = table.claim(some, signature, nbytes, 0.0)
     if claim.slots:
-        assert shelf.take_claim(claim.id) is claim
-        shelf.publish(claim, [11] * len(claim.slots))
+        assert table.take_claim(claim.id) is claim
+        table.publish(claim, [11] * len(claim.slots))
     return claim
 
 
@@ -45,7 +47,7 @@ class Objects(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf, self.headers, self.log = shelf_of(3)
+        self.objects, self.headers, self.log = table_of(3)
         self.claims: list[Claim] = []
         self.live: dict[tuple[bytes, int], int] = {}
         self.table = Table()
@@ -57,7 +59,7 @@ class Objects(RuleBasedStateMachine):
         signature=st.sampled_from([SIG, OTHER]),
     )
     def claim(self, rows: list[int], units: int, signature: bytes) -> None:
-        claim = self.shelf.claim(NAMES[rows], signature, units * UNIT_BYTES, 5.0)
+        claim = self.objects.claim(NAMES[rows], signature, units * UNIT_BYTES, 5.0)
         assert len(claim.verdicts) == len(rows)
         assert claim.verdicts.count(Verdict.GRANTED) == len(claim.slots) == len(claim.keys)
         if units > 8:
@@ -69,35 +71,35 @@ class Objects(RuleBasedStateMachine):
     @rule(data=st.data(), publishes=st.booleans())
     def end_a_claim(self, data: st.DataObject, publishes: bool) -> None:
         claim = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
-        assert self.shelf.take_claim(claim.id) is claim
-        assert self.shelf.take_claim(claim.id) is None, "it ends once"
+        assert self.objects.take_claim(claim.id) is claim
+        assert self.objects.take_claim(claim.id) is None, "it ends once"
         if publishes:
-            self.shelf.publish(claim, [slot + 100 for slot in claim.slots])
+            self.objects.publish(claim, [slot + 100 for slot in claim.slots])
         else:
-            self.shelf.abandon(claim)
+            self.objects.abandon(claim)
 
     @rule(low=st.floats(0.0, 0.5), more=st.floats(0.0, 0.5))
     def make_room(self, low: float, more: float) -> None:
-        before = len(self.shelf)
-        gone = self.shelf.make_room(low, low + more)
-        assert len(self.shelf) == before - gone
+        before = len(self.objects)
+        gone = self.objects.make_room(low, low + more)
+        assert len(self.objects) == before - gone
 
     @rule(rows=st.lists(st.integers(0, 11), max_size=6), removes=st.booleans())
     def touch_or_remove(self, rows: list[int], removes: bool) -> None:
-        before = len(self.shelf)
+        before = len(self.objects)
         if removes:
             unique = sorted(set(rows))
-            gone = self.shelf.remove(NAMES[unique], SIG)
-            assert gone == before - len(self.shelf)
+            gone = self.objects.remove(NAMES[unique], SIG)
+            assert gone == before - len(self.objects)
         else:
-            self.shelf.touch(NAMES[rows], SIG)
+            self.objects.touch(NAMES[rows], SIG)
 
     @rule(signature=st.sampled_from([SIG, OTHER]))
     def clear(self, signature: bytes) -> None:
-        before = set(self.shelf._objects)
+        before = set(self.objects._objects)
         left = {name for name in before if name[16:] != signature}
-        assert self.shelf.clear(signature) == len(before) - len(left)
-        assert set(self.shelf._objects) == left
+        assert self.objects.clear(signature) == len(before) - len(left)
+        assert set(self.objects._objects) == left
 
     @invariant()
     def headers_and_announcements_agree(self) -> None:
@@ -106,15 +108,15 @@ class Objects(RuleBasedStateMachine):
         self.table.apply(1, changes)
         self.heard += len(changes)
         live = np.flatnonzero(self.headers["state"] == LIVE)
-        assert len(live) == len(self.shelf) == len(self.table)
-        snapshot = self.shelf.snapshot(0, 99)
+        assert len(live) == len(self.objects) == len(self.table)
+        snapshot = self.objects.snapshot(0, 99)
         assert sorted(snapshot["slot"].tolist()) == live.tolist()
         for slot in live:
             header = self.headers[slot]
             assert header["checksum"] in (slot + 100, 11)
             places = np.empty(1, PLACE)
             self.table.look_up(
-                header["key"].tobytes(), int(header["form"]), bytes([1]) * OWNERS_MAX, places
+                header["key"].tobytes(), int(header["fingerprint"]), bytes([1]) * OWNERS_MAX, places
             )
             assert places["found"][0] == Found.HERE
             assert (places["slot"][0], places["generation"][0]) == (slot, header["generation"])
@@ -130,56 +132,56 @@ TestObjects = pytest.mark.slow(Objects.TestCase)
 
 
 def test_the_first_claim_of_a_key_wins() -> None:
-    shelf, _, _ = shelf_of(2)
-    first = shelf.claim(NAMES[[0, 0, 1]], SIG, 100, 5.0)
+    table, _, _ = table_of(2)
+    first = table.claim(NAMES[[0, 0, 1]], SIG, 100, 5.0)
     assert first.verdicts == [Verdict.GRANTED, Verdict.BEING_STORED, Verdict.GRANTED]
-    assert shelf.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.BEING_STORED]
-    assert shelf.claim(NAMES[:1], OTHER, 100, 5.0).verdicts == [Verdict.GRANTED]
-    shelf.take_claim(first.id)
-    shelf.publish(first, [1, 2])
-    assert shelf.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.EXISTS]
-    assert shelf.counts.published == 2
+    assert table.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.BEING_STORED]
+    assert table.claim(NAMES[:1], OTHER, 100, 5.0).verdicts == [Verdict.GRANTED]
+    table.take_claim(first.id)
+    table.publish(first, [1, 2])
+    assert table.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.EXISTS]
+    assert table.counts.published == 2
 
 
 def test_claims_are_overdue_after_their_deadline() -> None:
-    shelf, _, _ = shelf_of(1)
-    claim = shelf.claim(NAMES[:1], SIG, 100, 5.0)
-    shelf.claim(NAMES[1:2], SIG, 100, 9.0)
-    assert shelf.overdue(5.0) == []
-    assert shelf.overdue(5.1) == [claim.id]
+    table, _, _ = table_of(1)
+    claim = table.claim(NAMES[:1], SIG, 100, 5.0)
+    table.claim(NAMES[1:2], SIG, 100, 9.0)
+    assert table.overdue(5.0) == []
+    assert table.overdue(5.1) == [claim.id]
 
 
 def test_a_slot_that_is_used_again_has_another_generation() -> None:
-    shelf, headers, _ = shelf_of(1)
+    table, headers, _ = table_of(1)
     seen = set()
     for i in range(5):
-        claim = store(shelf, NAMES[i : i + 1], CHUNK)
+        claim = store(table, NAMES[i : i + 1], CHUNK)
         seen.add((claim.slots[0], int(headers[claim.slots[0]]["generation"])))
-        shelf.remove(NAMES[i : i + 1], SIG)
+        table.remove(NAMES[i : i + 1], SIG)
     assert len(seen) == 5
 
 
 def test_room_is_made_up_to_the_high_mark_and_the_oldest_go() -> None:
-    shelf, _, _ = shelf_of(4)
-    store(shelf, keys(30, 1))
-    shelf.touch(keys(30, 1)[:3], SIG)
-    assert shelf.make_room(0.05, 0.25) == 0, "2 of 32 slots are free, which is more than 5 %"
-    assert shelf.make_room(0.1, 0.25) == 6
+    table, _, _ = table_of(4)
+    store(table, keys(30, 1))
+    table.touch(keys(30, 1)[:3], SIG)
+    assert table.make_room(0.05, 0.25) == 0, "2 of 32 slots are free, which is more than 5 %"
+    assert table.make_room(0.1, 0.25) == 6
     kept = [
-        key.tobytes() in {row["key"].tobytes() for row in shelf.snapshot(0, 9)}
+        key.tobytes() in {row["key"].tobytes() for row in table.snapshot(0, 9)}
         for key in keys(30, 1)
     ]
     assert kept == [True] * 3 + [False] * 6 + [True] * 21
-    assert shelf.counts.evicted == 6
+    assert table.counts.evicted == 6
 
 
 def test_a_class_without_a_slot_gets_the_chunk_with_the_least_in_it() -> None:
-    shelf, _, _ = shelf_of(2)
-    store(shelf, keys(11, 1))  # 8 in one chunk, 3 in the other
-    assert store(shelf, keys(1, 2), CHUNK).verdicts == [Verdict.NO_SPACE]
-    assert shelf.make_room(0.0, 0.0) == 3
-    assert store(shelf, keys(1, 2), CHUNK).verdicts == [Verdict.GRANTED]
-    assert len(shelf) == 9
+    table, _, _ = table_of(2)
+    store(table, keys(11, 1))  # 8 in one chunk, 3 in the other
+    assert store(table, keys(1, 2), CHUNK).verdicts == [Verdict.NO_SPACE]
+    assert table.make_room(0.0, 0.0) == 3
+    assert store(table, keys(1, 2), CHUNK).verdicts == [Verdict.GRANTED]
+    assert len(table) == 9
 
 
 @pytest.mark.parametrize("name", [one for one in HEADER.names or () if one != "checksum"])
@@ -195,22 +197,22 @@ def test_a_header_that_differs_in_anything_is_another(name: str) -> None:
 
 
 @given(st.integers(1, 1 << 40))
-def test_what_a_shelf_writes_is_what_a_reader_expects(nbytes: int) -> None:
+def test_what_a_table_writes_is_what_a_reader_expects(nbytes: int) -> None:
     size = nbytes % CHUNK + 1
-    shelf, headers, log = shelf_of(1)
-    claim = store(shelf, NAMES[:1], size)
+    table, headers, log = table_of(1)
+    claim = store(table, NAMES[:1], size)
     changes = log.since(0, 10)
     assert changes is not None
     assert changes.dtype == CHANGE
-    assert changes["form"][0] == form_of(SIG, size)
+    assert changes["fingerprint"][0] == fingerprint_of(SIG, size)
     wanted = expected(NAMES[:1], SIG, size, changes["generation"])
     assert tell_apart(headers[claim.slots].copy(), wanted).all()
 
 
 def test_nobody_guesses_the_id_of_a_claim() -> None:
     """Whoever names one may end it."""
-    shelf, _, _ = shelf_of(3)
-    ids = [shelf.claim(keys(1, seed), SIG, 100, 1.0).id for seed in range(20)]
+    table, _, _ = table_of(3)
+    ids = [table.claim(keys(1, seed), SIG, 100, 1.0).id for seed in range(20)]
     assert len(set(ids)) == len(ids)
     assert all(0 < one < 1 << 63 for one in ids)
     assert max(ids) > 1 << 55, "they are not counted"

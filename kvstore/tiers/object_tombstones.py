@@ -17,14 +17,14 @@ from kvstore.tiers.bucket import Bucket, BucketError
 from kvstore.tiers.bundleheads import removed_head, removed_of
 from kvstore.tiers.tombstones import Names, all_of
 
-__all__ = ["KIND", "Burials"]
+__all__ = ["KIND", "ObjectTombstones"]
 
 KIND: Final = "buried"
 """What the names of these objects end with, before the number of the layout."""
 AT_ONCE: Final = 32
 
 
-class Burials:
+class ObjectTombstones:
     """Of one prefix. All methods are thread-safe; those that wait say so."""
 
     def __init__(self, bucket: Bucket, left: Iterable[tuple[bytes, int]]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
-from kvstore.client.admission import MEASURED_MIN, Judged
-from kvstore.client.load_times import Judging
+from kvstore.client.admission import MEASURED_MIN, Admitted
+from kvstore.client.load_times import LoadTimes
 from kvstore.client.owners import OWN
 from kvstore.loading import Load
 from kvstore.objects.outcomes import Got, Put
@@ -42,7 +42,7 @@ def speed(store: Store) -> float:
 @pytest.mark.parametrize("way", ["get", "load"])
 def test_reads_are_measured(guest: Store, stored: Room, way: str) -> None:
     assert guest.expected_s(keys(N), SIG, NBYTES) is None
-    assert guest.judge(keys(N), SIG, NBYTES, 1e-12) == Judged(N, N, 0.0, N * 1e-12)
+    assert guest.admit(keys(N), SIG, NBYTES, 1e-12) == Admitted(N, N, 0.0, N * 1e-12)
     for _ in range(MEASURED_MIN):
         if way == "get":
             assert guest.get(keys(N), SIG, stored.pieces) == [Got.RIGHT] * N
@@ -54,21 +54,21 @@ def test_reads_are_measured(guest: Store, stored: Room, way: str) -> None:
     rate = speed(guest)
     assert rate > 0
     assert guest.expected_s(keys(N), SIG, NBYTES) == pytest.approx(N * NBYTES / rate)
-    assert guest.judge(keys(N), SIG, NBYTES, 1e-12).offered == 0
-    assert guest.judge(keys(N), SIG, NBYTES, 1e-12, probe=True).offered == 1
-    assert guest.judge(keys(N), SIG, NBYTES, 1e3).offered == N
-    assert guest.judge(keys(N), SIG, NBYTES, None).offered == N
+    assert guest.admit(keys(N), SIG, NBYTES, 1e-12).offered == 0
+    assert guest.admit(keys(N), SIG, NBYTES, 1e-12, probe=True).offered == 1
+    assert guest.admit(keys(N), SIG, NBYTES, 1e3).offered == N
+    assert guest.admit(keys(N), SIG, NBYTES, None).offered == N
 
 
 def test_only_what_is_stored_from_the_first_on_is_judged(guest: Store, stored: Room) -> None:
     wanted = np.concatenate([keys(2), keys(1, 9), keys(N)[2:]])
     before = guest.status().lookups
-    assert guest.judge(wanted, SIG, NBYTES, None) == Judged(2, 2)
+    assert guest.admit(wanted, SIG, NBYTES, None) == Admitted(2, 2)
     after = guest.status().lookups
     assert after["found"] == before["found"] + N, "look-ups are counted as ever"
     assert after["missing"] == before.get("missing", 0) + 1
-    assert guest.judge(keys(1, 9), SIG, NBYTES, 1.0) == Judged(0, 0)
-    assert guest.judge(wanted[:0], SIG, NBYTES, 1.0) == Judged(0, 0)
+    assert guest.admit(keys(1, 9), SIG, NBYTES, 1.0) == Admitted(0, 0)
+    assert guest.admit(wanted[:0], SIG, NBYTES, 1.0) == Admitted(0, 0)
     assert guest.expected_s(wanted[:0], SIG, NBYTES) is None
 
 
@@ -101,15 +101,15 @@ def test_the_own_memory_is_a_source_like_others(directory: Path) -> None:
         assert store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
         for _ in range(MEASURED_MIN):
             assert store.get(keys(N), SIG, room.pieces) == [Got.RIGHT] * N
-        assert store.judging.bytes_per_s(OWN) > 0
+        assert store.load_times.bytes_per_s(OWN) > 0
 
 
 def test_what_came_of_it_is_counted() -> None:
-    judging = Judging()
-    judging.count(Judged(5, 3, 1.0, 2.0))
-    judging.count(Judged(5, 1, 9.0, 2.0, probe=True))
-    judging.loaded(expected_s=1.0, took_s=1.5, compute_s=2.0)
-    judging.loaded(expected_s=1.0, took_s=2.5, compute_s=2.0)
-    counts = judging.counts
+    load_times = LoadTimes()
+    load_times.count(Admitted(5, 3, 1.0, 2.0))
+    load_times.count(Admitted(5, 1, 9.0, 2.0, probe=True))
+    load_times.loaded(expected_s=1.0, took_s=1.5, compute_s=2.0)
+    load_times.loaded(expected_s=1.0, took_s=2.5, compute_s=2.0)
+    counts = load_times.counts
     assert (counts.admitted, counts.declined, counts.probes) == (4, 6, 1)
     assert (counts.loads, counts.expected_s, counts.took_s, counts.unpaid) == (2, 2.0, 4.0, 1)

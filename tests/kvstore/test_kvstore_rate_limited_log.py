@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.protocol.rate_limited_log import LOG_EVERY_S, Seldom
+from kvstore.protocol.rate_limited_log import LOG_EVERY_S, RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
 
 def test_the_next_line_counts_those_that_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 100.0
-    seldom = Seldom(logger, lambda: now_s)
+    seldom = RateLimitedLog(logger, lambda: now_s)
     for number in range(3):
         seldom.warn("%d of %s", number, "100 %")
     now_s += LOG_EVERY_S
@@ -42,7 +42,7 @@ class Counting(logging.Handler):
 @given(st.lists(st.floats(0.0, 10.0), max_size=100))
 def test_there_is_a_line_in_five_seconds_at_most(pauses: list[float]) -> None:
     now_s, counting = 0.0, Counting()
-    seldom = Seldom(logger, lambda: now_s)
+    seldom = RateLimitedLog(logger, lambda: now_s)
     logger.addHandler(counting)
     for pause_s in pauses:
         now_s += pause_s
