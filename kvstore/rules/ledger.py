@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvstore.memory.slab import UNIT_BYTES
-from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, Records, keys_of_digests
+from kvstore.objects.changes import (
+    ADDED,
+    CHANGE,
+    KEY_BYTES,
+    LOWER_TIER,
+    Records,
+    fingerprint_of,
+    keys_of_digests,
+)
 
 __all__ = ["PARTS", "Demoting", "Ledger", "LedgerCounts", "lower_tier_changes"]
 
@@ -59,37 +67,37 @@ class Ledger:
         self._demoting_bytes = 0
         self._kept_bytes = 0
         self._held: set[int] = set()
-        self._fingerprints: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
+        self._sizes: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
         self._to_write: list[Demoting] = []
         self._unwanted: list[bytes] = []
 
     # -- what lies in the lower tier
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._fingerprints[name[0]]
+        return name in self._sizes[name[0]]
 
     def __len__(self) -> int:
-        return sum(map(len, self._fingerprints))
+        return sum(map(len, self._sizes))
 
     def __iter__(self) -> Iterator[bytes]:
-        for one in self._fingerprints:
+        for one in self._sizes:
             yield from one
 
-    def fingerprint(self, name: bytes) -> int | None:
-        """Of an object that lies in the lower tier; else None."""
-        return self._fingerprints[name[0]].get(name)
+    def nbytes(self, name: bytes) -> int | None:
+        """The size of an object that lies in the lower tier; else None."""
+        return self._sizes[name[0]].get(name)
 
-    def add(self, name: bytes, fingerprint: int) -> None:
+    def add(self, name: bytes, nbytes: int) -> None:
         """The object lies in the lower tier now."""
-        self._fingerprints[name[0]][name] = fingerprint
+        self._sizes[name[0]][name] = nbytes
 
     def discard(self, name: bytes) -> int | None:
-        """It does not any more. Its fingerprint, or None if it did not."""
-        return self._fingerprints[name[0]].pop(name, None)
+        """It does not any more. Its size, or None if it did not."""
+        return self._sizes[name[0]].pop(name, None)
 
     def part(self, number: int) -> dict[bytes, int]:
-        """Names and fingerprints of a part of those in the tier."""
-        return self._fingerprints[number]
+        """Names and sizes of a part of those in the tier."""
+        return self._sizes[number]
 
     def unwanted(self, name: bytes) -> None:
         """The tier is to forget it for good."""
@@ -167,12 +175,12 @@ class Ledger:
             self._demoting_bytes -= nbytes
 
 
-def lower_tier_changes(
-    names: Sequence[bytes], fingerprints: Sequence[int], op: int = ADDED
-) -> Records:
-    """Of objects that lie in the lower tier, or do not any more: dtype ``CHANGE``."""
-    changes = np.zeros(len(names), CHANGE)
-    if names:
-        changes["key"] = keys_of_digests(names).view("V16").reshape(-1)
-    changes["fingerprint"], changes["slot"], changes["op"] = fingerprints, LOWER_TIER, op
+def lower_tier_changes(objects: Mapping[bytes, int], op: int = ADDED) -> Records:
+    """Of objects that lie in the lower tier, or do not any more, by name with their sizes: dtype
+    ``CHANGE``."""
+    changes = np.zeros(len(objects), CHANGE)
+    if objects:
+        changes["key"] = keys_of_digests(list(objects)).view("V16").reshape(-1)
+    changes["fingerprint"] = [fingerprint_of(one[KEY_BYTES:], n) for one, n in objects.items()]
+    changes["slot"], changes["op"] = LOWER_TIER, op
     return changes

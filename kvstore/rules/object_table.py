@@ -355,24 +355,16 @@ class ObjectTable:
 
     def _remove(self, names: Sequence[bytes]) -> int:
         """Objects that are there, in memory or in the lower tier."""
-        below = [
-            (name, fingerprint)
-            for name in names
-            if (fingerprint := self.ledger.discard(name)) is not None
-        ]
-        for name, _ in below:
+        tiered = {name: n for name in names if (n := self.ledger.discard(name)) is not None}
+        for name in tiered:
             self.ledger.unwanted(name)
         here = [name for name in names if name in self._objects]
         for name in here:
             if not self.ledger.is_held(self._objects[name].slot):
                 self._policies[self._objects[name].units].remove(name)
-        only = [(name, fingerprint) for name, fingerprint in below if name not in self._objects]
+        alone = {name: n for name, n in tiered.items() if name not in self._objects}
         self._drop(here)
-        self._log.append(
-            lower_tier_changes(
-                [name for name, _ in only], [fingerprint for _, fingerprint in only], REMOVED
-            )
-        )
+        self._log.append(lower_tier_changes(alone, REMOVED))
         self.counts.removed += len(names)
         return len(names)
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.memory.slab import class_of
-from kvstore.objects.changes import KEY_BYTES, REMOVED, Records, fingerprint_of
+from kvstore.objects.changes import KEY_BYTES, REMOVED, Records
 from kvstore.rules.ledger import PARTS, Demoting, lower_tier_changes
 from kvstore.rules.pinned_table import PinnedTable
 from kvstore.tiers.base import Found
@@ -56,33 +56,26 @@ class TieredTable(PinnedTable):
     def snapshot(self, first_chunk: int, chunks: int) -> Records:
         """See ``ObjectTable.snapshot``. Behind the chunks come the parts of what lies in the lower
         tier alone."""
-        names, fingerprints = [], []
+        alone: dict[bytes, int] = {}
         first, end = (
             min(max(one - self.slab.chunks, 0), PARTS)
             for one in (first_chunk, first_chunk + chunks)
         )
         for number in range(first, end):
-            for name, fingerprint in self.ledger.part(number).items():
-                if name not in self._objects:
-                    names.append(name)
-                    fingerprints.append(fingerprint)
-        return np.concatenate(
-            [super().snapshot(first_chunk, chunks), lower_tier_changes(names, fingerprints)]
-        )
+            part = self.ledger.part(number).items()
+            alone |= {name: nbytes for name, nbytes in part if name not in self._objects}
+        return np.concatenate([super().snapshot(first_chunk, chunks), lower_tier_changes(alone)])
 
     def adopt_lower_tier(self, found: Sequence[Found]) -> int:
         """Takes over what lies in the lower tier, which a former owner has left there. Returns how
         many objects these are: those that are too large for this memory are not among them."""
-        names, fingerprints = [], []
-        fitting = [one for one in found if one.nbytes <= self.slab.object_bytes_max]
-        for one in fitting:
-            fingerprint = fingerprint_of(one.name[KEY_BYTES:], one.nbytes)
-            self.ledger.add(one.name, fingerprint)
-            if one.name not in self._objects:
-                names.append(one.name)
-                fingerprints.append(fingerprint)
-        if names:
-            self._log.append(lower_tier_changes(names, fingerprints))
+        max_bytes = self.slab.object_bytes_max
+        fitting = {one.name: one.nbytes for one in found if one.nbytes <= max_bytes}
+        for name, nbytes in fitting.items():
+            self.ledger.add(name, nbytes)
+        alone = {name: n for name, n in fitting.items() if name not in self._objects}
+        if alone:
+            self._log.append(lower_tier_changes(alone))
         return len(fitting)
 
     # -- down
@@ -113,7 +106,7 @@ class TieredTable(PinnedTable):
                     self.ledger.unwanted(one.name)
                 continue
             if is_stored:
-                self.ledger.add(one.name, found.fingerprint)
+                self.ledger.add(one.name, self.content_of(one.slot)[0])
                 self.ledger.counts.demoted += 1
             if one.is_kept:
                 self._policies[one.units].add(one.name)
@@ -125,18 +118,10 @@ class TieredTable(PinnedTable):
 
     def gone_from_tier(self, names: Sequence[bytes]) -> None:
         """Objects do not lie in the lower tier any more."""
-        fingerprints = [(name, self.ledger.discard(name)) for name in names]
-        only = [
-            (name, fingerprint)
-            for name, fingerprint in fingerprints
-            if fingerprint is not None and name not in self._objects
-        ]
-        if only:
-            self._log.append(
-                lower_tier_changes(
-                    [name for name, _ in only], [fingerprint for _, fingerprint in only], REMOVED
-                )
-            )
+        gone = {name: n for name in names if (n := self.ledger.discard(name)) is not None}
+        alone = {name: n for name, n in gone.items() if name not in self._objects}
+        if alone:
+            self._log.append(lower_tier_changes(alone, REMOVED))
 
     # -- up
 
@@ -144,19 +129,16 @@ class TieredTable(PinnedTable):
         """Slots for objects of one size that lie in the lower tier. For each that is ``TAKEN``,
         call ``landed``. Others may leave for them; ``LATER`` if no slot is free yet."""
         units = self.slab.serving(class_of(nbytes))
-        fingerprints = {
-            one: fingerprint_of(one, nbytes) for one in {name[KEY_BYTES:] for name in names}
-        }
         wanted = sum(name in self.ledger and name not in self._objects for name in names)
         self._make_free(units, wanted)
-        return [self._promote(name, fingerprints[name[KEY_BYTES:]], units) for name in names]
+        return [self._promote(name, nbytes, units) for name in names]
 
-    def _promote(self, name: bytes, fingerprint: int, units: int) -> Promoted:
+    def _promote(self, name: bytes, nbytes: int, units: int) -> Promoted:
         one = self._objects.get(name)
-        if one is not None and one.fingerprint == fingerprint:
+        if one is not None and self.content_of(one.slot)[0] == nbytes:
             self._touch(name, one)
             return Promoted(PromotionState.HERE, one.slot, one.generation)
-        if self.ledger.fingerprint(name) != fingerprint:
+        if self.ledger.nbytes(name) != nbytes:
             return _GONE
         if name in self.ledger.promoting:
             return _LATER

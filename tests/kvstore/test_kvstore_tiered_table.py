@@ -160,7 +160,7 @@ class Tiered(RuleBasedStateMachine):
         if one is not None and one.fingerprint == fingerprint:
             assert (place["slot"], place["generation"]) == (one.slot, one.generation)
             assert self.headers["state"][one.slot] == LIVE
-        elif one is None and self.objects.ledger.fingerprint(name) == fingerprint:
+        elif one is None and self.objects.ledger.nbytes(name) == nbytes:
             assert (place["found"], place["slot"]) == (Found.HERE, LOWER_TIER)
         else:
             assert place["found"] != Found.HERE
