@@ -74,8 +74,8 @@ cdef struct Place:   # kvstore.objects.changes.PLACE
     u32 generation
     u16 owner
     u8 found
-    u8 unused
-    u32 unused2
+    u8 copies     # owners that have it, as far as they count
+    u32 unused
 
 
 cdef inline u64 hash_of(const u64 *key) noexcept nogil:
@@ -237,7 +237,8 @@ cdef class Table:
                 rank = rank_of(e, ranks) if e.fingerprint == fingerprint else 0
                 if e.fingerprint != fingerprint and place.found == MISSING:
                     place.found = OTHER
-                elif rank > best:
+                place.copies += rank > 0 and place.copies < 255
+                if rank > best:
                     best = rank
                     place.slot, place.generation = e.slot, e.generation
                     place.owner, place.found = e.owner, FOUND

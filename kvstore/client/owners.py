@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -105,6 +106,8 @@ class Owners:
         self._any_usable = threading.Event()
         self._connections = Connections(self._connect, self._rank)
         self._applied = 0
+        #: Of the own owner, for others.
+        self._endpoint = ""
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
             undo.callback(self._connections.close)
@@ -121,6 +124,7 @@ class Owners:
                 near = members.near_at(engine.id)
                 if near is not None:
                     undo.callback(Answerer(self.own, near).close)
+                self._endpoint = service.endpoint
                 members.announce(engine.id, service.endpoint)
 
             def others() -> Mapping[str, Collection[Where]]:
@@ -287,16 +291,19 @@ class Owners:
         caller = None if known is None else known.caller
         return RemoteHandle(followed, self._engine, source, caller, self._config.request_timeout_s)
 
-    def names_and_weights(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
-        """For ``placement.choose``: what all clients know the owners by, and how much they lend."""
-        names, weights = [], []
+    def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:
+        """For ``placement.choose``: what all clients know the owners by, how much they lend, and
+        their hosts."""
+        names, weights, hosts = [], [], []
         for number in numbers:
             card = self._card(number)
             followed = self._following.owner(number)
             name = self._engine.id if followed is None else followed.name
             names.append(bytes.fromhex(name))
             weights.append(1.0 if card is None else float(card.chunks * card.object_bytes_max))
-        return names, weights
+            endpoint = self._endpoint if followed is None else followed.where.endpoint
+            hosts.append(urlsplit(endpoint).hostname or "")
+        return names, weights, hosts
 
     def _card(self, number: int) -> OwnerCard | None:
         if number == OWN:

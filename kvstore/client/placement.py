@@ -17,17 +17,24 @@ U64 = npt.NDArray[np.uint64]
 
 
 def choose(
-    keys: Keys, names: Sequence[bytes], weights: Sequence[float], copies: int, own: int | None
+    keys: Keys,
+    names: Sequence[bytes],
+    weights: Sequence[float],
+    hosts: Sequence[str],
+    copies: int,
+    own: int | None,
 ) -> npt.NDArray[np.intp]:
     """Indexes of owners for each key, the first choice first: shape (n, copies), or fewer columns
     if there are fewer owners.
 
     Weighted rendezvous hashing (Schindelhauer and Schomaker, SPAA 2005): every client chooses the
-    same owners, and an owner that comes or goes moves its own share alone.
+    same owners, and an owner that comes or goes moves its own share alone. A host gets a second
+    copy once there is one on each host.
 
     Args:
         names: 16 bytes for each owner, which all clients know it by.
         weights: its share, such as its memory in bytes.
+        hosts: where it is.
         own: the index of this process's owner, which is always the first choice, being nearest.
     """
     words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
@@ -39,7 +46,13 @@ def choose(
         scores[:, i] = -weight / np.log(uniform / 2.0**53)
     if own is not None:
         scores[:, own] = np.inf
-    order: Any = np.argsort(-scores, axis=1, kind="stable")
+    is_second = np.zeros(scores.shape, np.bool_)
+    places = np.array(hosts)
+    for host in np.unique(places) if copies > 1 else ():
+        of_host = np.flatnonzero(places == host)
+        best = of_host[scores[:, of_host].argmax(axis=1)]
+        is_second[:, of_host] = of_host != best[:, None]
+    order: Any = np.lexsort((-scores, is_second), axis=1)
     chosen: npt.NDArray[np.intp] = order[:, :copies]
     return chosen
 

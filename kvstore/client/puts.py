@@ -14,7 +14,7 @@ from kvstore.client.memory import Memory
 from kvstore.client.owners import OWN, Owners
 from kvstore.client.placement import choose
 from kvstore.client.writing import put_at_once, put_group
-from kvstore.objects.changes import Found, Keys, fingerprint_of
+from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
@@ -34,15 +34,20 @@ class Puts:
     def put(self, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline) -> list[Put]:
         """See ``Store.put``."""
         outcomes = [Put.UNREACHABLE] * len(keys)
-        if not len(keys):
+        places = self._owners.look_up(keys, fingerprint_of(signature, source.object_bytes))
+        missing = self._copies - places["copies"].astype(np.intp)
+        for row in np.flatnonzero(missing <= 0).tolist():
+            outcomes[row] = Put.EXISTS
+        if not (missing > 0).any():
             return outcomes
-        for copy, rows, number in self._chosen(keys):
+        for copy, chosen, number in self._chosen(keys):
+            rows = chosen[missing[chosen] > 0]
             some = source if len(rows) == len(keys) else source.of(rows)
             found = self._put_at(number, keys[rows], signature, some, deadline)
-            if len(rows) == len(keys) and copy == 0:
-                outcomes[:] = found
-                continue
+            if len(rows) == len(keys) and self._copies == 1:
+                return list(found)
             for row, one in zip(rows.tolist(), found, strict=True):
+                missing[row] -= one is Put.STORED
                 if copy == 0 or one is Put.STORED:
                     outcomes[row] = one
         return outcomes
@@ -53,11 +58,11 @@ class Puts:
         if len(numbers) == 1:
             yield 0, np.arange(len(keys), dtype=np.intp), numbers[0]
             return
-        names, weights = self._owners.names_and_weights(numbers)
+        known = self._owners.known_as(numbers)
         own = numbers.index(OWN) if OWN in numbers else None
-        chosen = np.array(numbers, np.intp)[
-            choose(keys, names, weights, self._copies, own)
-        ].reshape(len(keys), -1)
+        chosen = np.array(numbers, np.intp)[choose(keys, *known, self._copies, own)].reshape(
+            len(keys), -1
+        )
         for copy in range(chosen.shape[1]):
             for number in np.unique(chosen[:, copy]).tolist():
                 yield copy, np.flatnonzero(chosen[:, copy] == number), number
@@ -66,8 +71,10 @@ class Puts:
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
     ) -> Sequence[Put]:
         """Stores objects at one owner, apart from those that it has."""
-        held = self._owners.held_by(number, keys, fingerprint_of(signature, source.object_bytes))
-        rows = np.flatnonzero(held["found"] != Found.HERE)
+        rows = np.arange(len(keys), dtype=np.intp)
+        if self._copies > 1:  # Else nobody has them.
+            fingerprint = fingerprint_of(signature, source.object_bytes)
+            rows = np.flatnonzero(self._owners.held_by(number, keys, fingerprint)["copies"] == 0)
         handle = self._owners.handle(number) if len(rows) else None
         if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
             return self._put_group(handle, keys, signature, source, deadline)

@@ -57,11 +57,12 @@ PLACE: Final = np.dtype(
         ("generation", "<u4"),
         ("owner", "<u2"),
         ("found", "u1"),
-        ("unused", "u1"),
-        ("unused2", "<u4"),
+        ("copies", "u1"),
+        ("unused", "<u4"),
     ]
 )
-"""What a look-up finds for one key."""
+"""What a look-up finds for one key. ``copies``: the owners that have it, of those that can be used;
+255 also stands for more."""
 
 
 class Found:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from store_makers import SIG, Room, config, contents, keys, until
 
-from kvstore.objects.outcomes import Put
+from kvstore.rules.object_table import Verdict
 from kvstore.store import Store
 
 
@@ -74,8 +74,11 @@ def main() -> None:
 def put(store: Store, count: int, nbytes: int, seed: int) -> None:
     room = Room(store, count, nbytes)
     room.bytes[:] = contents(count, nbytes, seed)
-    outcomes = store.put(keys(count, seed), SIG, room.pieces)
-    assert set(outcomes) == {Put.STORED}, outcomes
+    own = store._owners.own
+    assert own is not None
+    verdicts = own.take(keys(count, seed), SIG, room.pieces)  # Whatever others have.
+    assert set(verdicts) == {Verdict.GRANTED}, verdicts
+    own.tell()
 
 
 if __name__ == "__main__":
