@@ -7,17 +7,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Final
 
 import msgspec
+import numpy as np
 import zmq
 
 from bootstrap_server.running import RunningClock
 from kvstore._table import Table
-from kvstore.objects.changes import OWNERS_MAX
+from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, OWNERS_MAX, Keys, fingerprint_of
 from kvstore.owner.owner import OwnerCard
 from kvstore.protocol.asking import Asker, NoAnswer
 from kvstore.protocol.loop import Loop
@@ -29,6 +31,7 @@ from kvstore.protocol.messages import (
     Follow,
     Greet,
     Hello,
+    Placed,
     Question,
     Refused,
     Snapshot,
@@ -77,7 +80,10 @@ class Followed:
         self._is_greeted = False
         self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
         self._ids = itertools.count()
+        #: Guards the next two, and what the table has of it.
+        self._lock = threading.Lock()
         self._changes = 0
+        self._is_forgotten = False
         self._part = 0
         #: Whether the table has all that the owner had when ``_changes`` was the next number.
         self._is_whole = False
@@ -89,6 +95,28 @@ class Followed:
     def silent_s(self) -> float:
         """Seconds since the last answer."""
         return self._following.clock.now_s() - self._heard_s
+
+    def learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
+        """Takes over where objects lie, before the announcement of that comes: who has stored
+        something finds it. From any thread. ``ValueError`` for what says it not of each."""
+        changes = np.zeros(len(keys), CHANGE)
+        changes["key"] = np.ascontiguousarray(keys).view("V16").reshape(-1)
+        changes["fingerprint"], changes["op"] = fingerprint_of(signature, nbytes), ADDED
+        for field, said in (("slot", placed.slots), ("generation", placed.generations)):
+            if len(said) != 4 * len(keys):
+                raise ValueError(f"{len(said)} bytes do not say where {len(keys)} objects lie")
+            changes[field] = np.frombuffer(said, "<u4")
+        is_there = (changes["generation"] != 0) | (changes["slot"] == LOWER_TIER)
+        with self._lock:
+            # What is announced later may have removed them already.
+            if placed.number > self._changes and not self._is_forgotten:
+                self._following.table.apply(self.number, changes[is_there])
+
+    def forget(self) -> None:
+        """Its number may be another's from now on."""
+        with self._lock:
+            self._is_forgotten = True
+            self._following.table.drop(self.number)
 
     def ask_soon(self, question: Question) -> Future[Answer]:
         """Asks in the loop's thread, from any thread; who does not need the answer leaves it. The
@@ -229,8 +257,9 @@ class Followed:
             self._follow(Follow(self._changes), self._on_changes)
             return
         self._is_whole = False
-        self._following.table.drop(self.number)
-        self._changes, self._part = answer.number, 0
+        with self._lock:
+            self._following.table.drop(self.number)
+            self._changes, self._part = answer.number, 0
         self._following.set_heard(self.number, True)
         self._next_parts()
 
@@ -252,16 +281,18 @@ class Followed:
             logger.info("owner %s has changed too fast to be followed; begins anew", self.name)
             self._is_whole = False
             self.greet()
-        elif self._apply(answer):
-            assert isinstance(answer, Changes)
-            self._changes = answer.number
+        elif self._apply(answer, is_next=True):
             self._following.set_heard(self.number, True)
             self._follow(Follow(self._changes), self._on_changes)
 
-    def _apply(self, answer: Answer) -> bool:
+    def _apply(self, answer: Answer, *, is_next: bool = False) -> bool:
+        """``is_next``: what has changed since ``_changes``."""
         if not isinstance(answer, Changes) or answer.changes is None:
             return False
-        self._following.table.apply(self.number, answer.changes)
+        with self._lock:
+            self._following.table.apply(self.number, answer.changes)
+            if is_next:
+                self._changes = answer.number
         return True
 
 
@@ -402,7 +433,7 @@ class Following:
     def _forget(self, one: Followed, why: str) -> None:
         logger.info("owner %s is forgotten: %s", one.name, why)
         self.set_heard(one.number, False)
-        self.table.drop(one.number)
+        one.forget()
         one.close()
         one.asker.close()
         del self._owners[one.name], self._by_number[one.number]

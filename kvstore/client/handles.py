@@ -37,6 +37,7 @@ from kvstore.protocol.messages import (
     Pins,
     Promote,
     Publish,
+    Published,
     Question,
     Remove,
     Store,
@@ -55,7 +56,7 @@ ANSWERED_PART: Final = 0.8
 _GRANTED: Final = Verdict.GRANTED.value
 
 Told = TypeVar("Told", bound=Enum)
-Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, InMemory)
+Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, Published, InMemory)
 
 
 class Handle(Protocol):
@@ -181,6 +182,8 @@ class RemoteHandle:
         self._owner = owner
         self._engine = engine
         self._timeout_s = timeout_s
+        #: By claim: what it was granted for.
+        self._granted: dict[int, tuple[Keys, bytes, int]] = {}
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
         """See ``Handle``."""
@@ -194,6 +197,8 @@ class RemoteHandle:
                 raise ValueError(f"it grants {count} objects, and names {len(slots)} slots")
             if count and not 0 < granted.tag < 1 << 64:
                 raise ValueError(f"{granted.tag} is no tag")
+        rows = [row for row, one in enumerate(verdicts) if one is Verdict.GRANTED]
+        self._granted[granted.claim_id] = keys[rows], signature, nbytes
         return Grant(granted.claim_id, granted.tag, verdicts, slots)
 
     @property
@@ -221,15 +226,21 @@ class RemoteHandle:
             )
         if answer is None:
             return None
-        verdicts = self._expected(answer, Stored).verdicts
-        if verdicts == [_GRANTED] * len(keys):
-            return [Verdict.GRANTED] * len(keys)
+        taken = self._expected(answer, Stored)
         with self._sense("what it has stored"):
-            return _of_each(keys, verdicts, Verdict)
+            verdicts = [Verdict.GRANTED] * len(keys)
+            if taken.verdicts != [_GRANTED] * len(keys):
+                verdicts = _of_each(keys, taken.verdicts, Verdict)
+            self._owner.learn(keys, signature, nbytes, taken.placed)
+        return verdicts
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Handle``."""
-        return self._ask(Publish(claim_id), Done, timeout_s).why_not
+        published = self._ask(Publish(claim_id), Published, timeout_s)
+        if published.placed is not None:
+            with self._sense("what it has published"):
+                self._owner.learn(*self._granted.pop(claim_id), published.placed)
+        return published.why_not
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the

@@ -10,7 +10,7 @@ import numpy as np
 import te
 from kvstore.objects.changes import KEY_BYTES, Keys
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import Owner
+from kvstore.owner.owner import CLAIM_IS_OVER, Held, Owner
 from kvstore.protocol.messages import (
     VERSION,
     Abandon,
@@ -25,8 +25,10 @@ from kvstore.protocol.messages import (
     InMemory,
     Pin,
     Pins,
+    Placed,
     Promote,
     Publish,
+    Published,
     Question,
     Refused,
     Remove,
@@ -38,7 +40,7 @@ from kvstore.protocol.messages import (
 )
 from kvstore.rules.tiered_table import Promoted
 
-__all__ = ["answer", "is_slow", "keys_of", "stored"]
+__all__ = ["answer", "is_slow", "keys_of", "published", "stored"]
 
 
 def is_slow(question: Question) -> bool:
@@ -80,7 +82,11 @@ def _answer(owner: Owner, question: Question) -> Answer:
             owner.tell()
             return taken
         case Publish(claim_id):
-            return Done(owner.publish(claim_id))
+            begun = owner.begin_publishing(claim_id)
+            if begun is None:
+                return Published(CLAIM_IS_OVER)
+            begun.wait()
+            return published(owner, begun)
         case Abandon(claim_id):
             owner.abandon(claim_id)
         case Clear(signature):
@@ -107,7 +113,22 @@ def stored(owner: Owner, keys: bytes, signature: bytes, nbytes: int, address: in
     names = keys_of(keys)
     addresses = address + np.arange(len(names), dtype=np.uint64) * np.uint64(nbytes)
     verdicts = owner.take(names, signature, Pieces.whole(addresses, nbytes))
-    return Stored([one.value for one in verdicts])
+    return Stored([one.value for one in verdicts], _placed(owner, names, signature, nbytes))
+
+
+def published(owner: Owner, held: Held) -> Published:
+    """See ``Owner.end_publishing``."""
+    claim, why_not = held.claim, owner.end_publishing(held)
+    if why_not:
+        return Published(why_not)
+    keys = keys_of(b"".join(claim.keys))
+    return Published("", _placed(owner, keys, claim.signature, claim.nbytes))
+
+
+def _placed(owner: Owner, keys: Keys, signature: bytes, nbytes: int) -> Placed:
+    number, places = owner.places(keys, signature, nbytes)
+    slots, generations = np.array(places, "<u4").reshape(-1, 2).T
+    return Placed(number, slots.tobytes(), generations.tobytes())
 
 
 def keys_of(raw: bytes) -> Keys:

@@ -112,6 +112,12 @@ class Held:
         """Whether nothing can land there. Does not wait."""
         return self.fence is None or self.fence.poll()
 
+    def wait(self, timeout_s: float = math.inf) -> None:
+        """Until it is, or for ``FENCE_TIMEOUT_S`` at most."""
+        if self.fence is not None:
+            with contextlib.suppress(te.FenceTimeout):
+                self.fence.wait(min(timeout_s, FENCE_TIMEOUT_S))
+
 
 @dataclass
 class OwnerStats:
@@ -325,9 +331,7 @@ class Owner:
         held = self.begin_publishing(claim_id)
         if held is None:
             return CLAIM_IS_OVER
-        if held.fence is not None:
-            with contextlib.suppress(te.FenceTimeout):  # `end_publishing` says so.
-                held.fence.wait(min(timeout_s, FENCE_TIMEOUT_S))
+        held.wait(timeout_s)
         return self.end_publishing(held)
 
     def begin_publishing(self, claim_id: int) -> Held | None:
@@ -456,6 +460,13 @@ class Owner:
         change."""
         with self._lock:
             return len(self._log), self._table.snapshot(first_chunk, chunks)
+
+    def places(
+        self, keys: Keys, signature: bytes, nbytes: int
+    ) -> tuple[int, Sequence[tuple[int, int]]]:
+        """The number of the next change, and ``ObjectTable.places``."""
+        with self._lock:
+            return len(self._log), self._table.places(keys, signature, nbytes)
 
     def stats(self) -> OwnerStats:
         """Counters since the start."""

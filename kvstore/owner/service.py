@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from bootstrap_server.admission.unauthenticated import UnauthenticatedConnections
-from kvstore.owner.answers import answer, is_slow
+from kvstore.owner.answers import answer, is_slow, published
 from kvstore.owner.fencing import Fencing
 from kvstore.owner.followers import FOLLOWERS_MAX, Followers
 from kvstore.owner.owner import CLAIM_IS_OVER, FENCE_TIMEOUT_S, Owner
@@ -25,10 +25,10 @@ from kvstore.protocol.loop import Loop
 from kvstore.protocol.messages import (
     Answer,
     Changes,
-    Done,
     Follow,
     Promote,
     Publish,
+    Published,
     Question,
     Refused,
     decode_question,
@@ -169,10 +169,10 @@ class Service:
         such a thread again, behind the fence."""
         held = self._owner.begin_publishing(claim_id)
         if held is None:
-            return Done(CLAIM_IS_OVER)
+            return Published(CLAIM_IS_OVER)
 
         def end() -> Answer:
-            return Done(self._owner.end_publishing(held))
+            return published(self._owner, held)
 
         # Past the bound: there are no more of them than claims.
         later = partial(self._slow.threads.submit, self._run, client, request_id, end)

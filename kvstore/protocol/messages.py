@@ -30,8 +30,10 @@ __all__ = [
     "InMemory",
     "Pin",
     "Pins",
+    "Placed",
     "Promote",
     "Publish",
+    "Published",
     "Question",
     "Refused",
     "Remove",
@@ -47,7 +49,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 5
+VERSION: Final = 6
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
@@ -98,7 +100,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Publish(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The write under the claim is done. Answered by ``Done``."""
+    """The write under the claim is done. Answered by ``Published``."""
 
     claim_id: Number
 
@@ -210,10 +212,28 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
     why_not: str = ""
 
 
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Where an owner has objects, for who follows it and has not come to this number yet: for each
+    of those that were asked for a slot and a generation, as ``changes.CHANGE`` has them. Both are 0
+    for one that is not there."""
+
+    number: Number
+    slots: bytes
+    generations: bytes
+
+
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """One ``object_table.Verdict`` for each object; those that are granted are stored."""
 
     verdicts: list[str]
+    placed: Placed
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The granted objects of the claim are stored, or a text says why not."""
+
+    why_not: str
+    placed: Placed | None = None
 
 
 class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -254,7 +274,7 @@ Question = (
     | Pin
     | Unpin
 )
-Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins
+Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins | Published
 
 Message = TypeVar("Message")
 

@@ -395,6 +395,19 @@ class ObjectTable:
 
     # -- what others are told
 
+    def places(self, keys: Keys, signature: bytes, nbytes: int) -> list[tuple[int, int]]:
+        """Slot and generation of each object of this size, as changes have them; 0 and 0 for one
+        that is not there."""
+        names, found = [one.tobytes() + signature for one in keys], list[tuple[int, int]]()
+        fingerprint = fingerprint_of(signature, nbytes)
+        for name in names:
+            one = self._objects.get(name)
+            if one is not None and one.fingerprint == fingerprint:
+                found.append((one.slot, one.generation))
+            else:
+                found.append((LOWER_TIER * (self.ledger.nbytes(name) == nbytes), 0))
+        return found
+
     def snapshot(self, first_chunk: int, chunks: int) -> Records:
         """What lies in some chunks, as additions: dtype ``CHANGE``."""
         parts = []

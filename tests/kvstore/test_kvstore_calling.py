@@ -34,6 +34,7 @@ from kvstore.protocol.messages import (
     Greet,
     Hello,
     Publish,
+    Published,
     Refused,
     Snapshot,
     Stored,
@@ -148,7 +149,7 @@ def test_more_threads_than_lines_ask_over_zeromq(
     assert guest.put(keys(1, 2), SIG, large.pieces) == [Put.STORED], "claimed and written"
     for one in held:
         one.__exit__(None, None, None)
-    assert isinstance(caller.ask(Publish(1), TIMEOUT_S), Done)
+    assert isinstance(caller.ask(Publish(1), TIMEOUT_S), Published)
     assert len(caller._idle) == calling.LINES_MAX
     caller.close()
     with pytest.raises(NoAnswer, match="were ended"):
@@ -163,7 +164,7 @@ def test_a_line_in_use_when_its_caller_is_closed_ends_behind_that(
     with caller._line(TIMEOUT_S) as line:
         assert line is not None
         caller.close()
-        assert isinstance(line.ask(Publish(1), TIMEOUT_S), Done)
+        assert isinstance(line.ask(Publish(1), TIMEOUT_S), Published)
     assert line._socket.fileno() == -1
 
 

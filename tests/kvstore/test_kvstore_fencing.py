@@ -20,7 +20,7 @@ from kvstore.membership.directory import Directory
 from kvstore.owner import fencing as fencing_module
 from kvstore.owner.fencing import PAUSE_S, PAUSE_S_MAX, Fencing, pause_s
 from kvstore.protocol.asking import Asker
-from kvstore.protocol.messages import Answer, Claim, Done, Granted, Publish
+from kvstore.protocol.messages import Answer, Claim, Granted, Publish, Published
 from kvstore.protocol.sockets import Sockets
 from kvstore.store import Store
 
@@ -122,7 +122,7 @@ def test_a_write_that_does_not_end_keeps_no_other_client_from_publishing(
         assert isinstance(granted, Granted)
         return granted
 
-    nothing = Done(f"0 writes of 0 bytes arrived, not one of {NBYTES}")
+    nothing = Published(f"0 writes of 0 bytes arrived, not one of {NBYTES}")
     held = [claimed(seed) for seed in range(5)]
     fences |= {one.tag: OpenFence() for one in held}
     with ThreadPoolExecutor(len(held)) as clients:
@@ -146,7 +146,7 @@ def test_what_was_not_published_in_time_is_freed_when_its_write_has_ended(
     granted = ask(Claim(keys(1).tobytes(), SIG, NBYTES, "0" * 32, 5))
     assert isinstance(granted, Granted)
     monkeypatch.setattr(own._engine, "revoke", lambda _: fence)
-    assert ask(Publish(granted.claim_id)) == Done("writes under the claim do not end")
+    assert ask(Publish(granted.claim_id)) == Published("writes under the claim do not end")
     own.tick()
     assert own.stats().abandoned == 0, "its slot is not free"
     fence.closed.set()

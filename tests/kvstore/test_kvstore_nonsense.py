@@ -20,6 +20,7 @@ from kvstore.protocol.messages import (
     Granted,
     InMemory,
     Pins,
+    Placed,
     Question,
     Stored,
     decode_answer,
@@ -81,7 +82,7 @@ NONSENSE = {
     "half a slot": Granted(1, 5, ["granted"] * 2, SLOTS[:7]),
     "no tag": Granted(1, 0, ["granted"] * 2, SLOTS),
     "a negative tag": Granted(1, -1, ["granted"] * 2, SLOTS),
-    "another answer": Stored(["granted"] * 2),
+    "another answer": Stored(["granted"] * 2, Placed(1, SLOTS, SLOTS)),
 }
 
 
@@ -95,7 +96,7 @@ def test_nonsense_of_other_questions_is_no_answer() -> None:
     pieces = Pieces.whole([4096, 8192], NBYTES)
     for stored in (["granted"], ["maybe"] * 2):
         with pytest.raises(NoAnswer, match="answers nonsense of what it has stored"):
-            handle_to(Stored(stored)).take(KEYS, SIG, pieces, TIMEOUT_S)
+            handle_to(Stored(stored, Placed(1, SLOTS, SLOTS))).take(KEYS, SIG, pieces, TIMEOUT_S)
     with pytest.raises(NoAnswer, match="answers nonsense of pins"):
         handle_to(Pins(["pinned"], "")).pin(KEYS, SIG, 1.0)
     here = bytes([1, 1])
