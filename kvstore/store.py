@@ -8,8 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from types import TracebackType
@@ -22,9 +21,9 @@ import te
 from kvstore.client.admission import Admitted, Numbers
 from kvstore.client.deadline import Deadline
 from kvstore.client.gets import Gets
-from kvstore.client.handles import Handle
 from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
+from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.owners import Owners
 from kvstore.client.puts import Puts
@@ -35,23 +34,16 @@ from kvstore.host.lease import Lease
 from kvstore.host.place import Place
 from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, Found, Keys, fingerprint_of
+from kvstore.objects.changes import ANY, LOWER_TIER, OWNERS_MAX, Found, Keys, fingerprint_of
 from kvstore.objects.copying import Copier
-from kvstore.objects.outcomes import Got, Pinned, Put
+from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
-from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.messages import Answer, Done
-from kvstore.rules.pins import PIN_S_MAX
 from te.status import process_name
 
 __all__ = ["Store"]
 
 logger = logging.getLogger(__name__)
-
-MIN_PIN_S: Final = 0.001
-ANY_FINGERPRINT: Final = 0
-"""With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
 
 
 class Store:
@@ -103,6 +95,7 @@ class Store:
                 self.load_times,
                 self._config.verify,
             )
+            self._managing = Managing(self._owners)
             self._putting = Puts(self._owners, self._memory, self._config.copies)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
@@ -162,7 +155,7 @@ class Store:
     def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """``exists`` for who does not know the signature or the size yet: whether a key is stored
         with any. A get tells whether it is with the right ones."""
-        places = self._owners.look_up(keys, ANY_FINGERPRINT)
+        places = self._owners.look_up(keys, ANY)
         found: npt.NDArray[np.bool_] = places["found"] != Found.MISSING
         self._count_lookups(found, np.zeros_like(found))
         return found
@@ -250,52 +243,24 @@ class Store:
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
 
-    def remove(self, keys: Keys, signature: bytes) -> bool:
-        """Removes objects from every owner that can be used; those that do not answer keep them.
+    def remove(self, keys: Keys, signature: bytes) -> list[Removed]:
+        """Removes objects from every owner that can be used; blocks. One outcome for each key.
+
         Waits ``Config.request_timeout_s`` for all owners together, for each ``CLAIM_OBJECTS_MAX``
-        keys. Whether every owner that is known has removed them."""
-        handles = self._handles()
-        all_asked = all(one.usable for one in self._owners.seen())
-        count = len(self._owners.usable())
-        for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
-            some = keys[first : first + CLAIM_OBJECTS_MAX]
-            asked = [(one, one.remove_soon(some, signature)) for one in handles]
-            handles = self._answered(asked, "objects were not removed")
-        return all_asked and len(handles) == count
+        keys. All outcomes are ``UNREACHABLE`` if an owner that is known could not be asked.
+        """
+        return self._managing.remove(keys, signature)
 
-    def clear(self, signature: bytes) -> None:
-        """Removes all objects of a signature from every owner that can be used; those that do not
-        answer keep them. Waits ``Config.request_timeout_s`` for all owners together."""
-        asked = [(one, one.clear_soon(signature)) for one in self._handles()]
-        self._answered(asked, "the objects of a signature were not removed")
+    def clear(self, signature: bytes) -> int:
+        """Removes all objects of a signature from every owner that can be used, and returns how
+        many that were, copies counted; owners that do not answer keep them. Waits
+        ``Config.request_timeout_s`` for all owners together."""
+        return self._managing.clear(signature)
 
-    def _handles(self) -> list[Handle]:
-        """The owners that can be used."""
-        handles = [self._owners.handle(number) for number in self._owners.usable()]
-        return [one for one in handles if one is not None]
-
-    def _answered(
-        self, asked: Sequence[tuple[Handle, Future[Answer]]], not_done: str
-    ) -> list[Handle]:
-        """Waits for owners side by side; those that have answered."""
-        until, silent = Deadline(self._config.request_timeout_s), list[str]()
-        answered: list[Handle] = []
-        for handle, future in asked:
-            try:
-                answer = future.result(until.left_s)
-            except NoAnswer as exc:
-                silent.append(str(exc))
-            except TimeoutError:
-                silent.append(f"owner {handle.source.number} does not answer in time")
-            else:
-                if isinstance(answer, Done):
-                    answered.append(handle)
-                else:
-                    silent.append(f"an owner answers with {type(answer).__name__}")
-        if silent:
-            more = f" (and {len(silent) - 1} more owners)" if len(silent) > 1 else ""
-            logger.warning("%s: %s%s", not_done, silent[0], more)
-        return answered
+    def sizes(self, keys: Keys, signature: bytes) -> npt.NDArray[np.int64]:
+        """The size of each object in bytes, for who does not know it; 0 for one that is not stored.
+        Asks the owners that are said to have the keys; blocks."""
+        return self._managing.sizes(keys, signature)
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> list[Pinned]:
         """Keeps objects in memory: their owners do not evict them for so many seconds, or until as
@@ -305,39 +270,12 @@ class Store:
         An owner refuses more than half of its memory. With several copies all that can be are
         pinned. ``ValueError`` for a time that is not between 1 ms and a day.
         """
-        if not MIN_PIN_S <= ttl_s <= PIN_S_MAX:
-            raise ValueError(f"ttl_s={ttl_s} must be between {MIN_PIN_S} and {PIN_S_MAX:g} seconds")
-        outcomes = [Pinned.MISSING] * len(keys)
-        for rows, handle in self._holders(keys):
-            try:
-                found, why = handle.pin(keys[rows], signature, ttl_s)
-            except NoAnswer as exc:
-                found, why = [Pinned.MISSING] * len(rows), str(exc)
-            if why:
-                logger.warning("not all objects were pinned: %s", why)
-            for row, one in zip(rows.tolist(), found, strict=True):
-                if outcomes[row] is not Pinned.PINNED and one is not Pinned.MISSING:
-                    outcomes[row] = one
-        return outcomes
+        return self._managing.pin(keys, signature, ttl_s)
 
     def unpin(self, keys: Keys, signature: bytes) -> None:
         """Takes one pin from each of these objects, if they have one; those whose owner does not
         answer keep it until its time is over."""
-        for rows, handle in self._holders(keys):
-            try:
-                handle.unpin(keys[rows], signature)
-            except NoAnswer as exc:
-                logger.warning("objects were not unpinned: %s", exc)
-
-    def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
-        """The owners that are said to have some of the keys with any signature, and which rows."""
-        for number in self._owners.usable():
-            held = self._owners.held_by(number, keys, ANY_FINGERPRINT)
-            rows = np.flatnonzero(held["found"] != Found.MISSING)
-            handle = self._owners.handle(number) if len(rows) else None
-            if handle is not None:
-                for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
-                    yield rows[first : first + CLAIM_OBJECTS_MAX], handle
+        self._managing.unpin(keys, signature)
 
     # -- how it is
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
@@ -31,6 +31,7 @@ from kvstore.protocol.messages import (
     Claim,
     Clear,
     Done,
+    Gone,
     Granted,
     InMemory,
     Pin,
@@ -40,6 +41,8 @@ from kvstore.protocol.messages import (
     Published,
     Question,
     Remove,
+    Sizes,
+    SizesOf,
     Store,
     Stored,
     Take,
@@ -56,7 +59,8 @@ ANSWERED_PART: Final = 0.8
 _GRANTED: Final = Verdict.GRANTED.value
 
 Told = TypeVar("Told", bound=Enum)
-Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, Published, InMemory)
+Result = TypeVar("Result")
+Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, Published, InMemory, SizesOf)
 
 
 class Handle(Protocol):
@@ -96,9 +100,12 @@ class Handle(Protocol):
     def unpin(self, keys: Keys, signature: bytes) -> None:
         """See ``Owner.unpin``."""
 
+    def sizes(self, keys: Keys, signature: bytes) -> Sequence[int]:
+        """See ``Owner.sizes``."""
+
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
-        """Has objects removed. It does not wait for that, so that many owners are asked side by
-        side. It raises nothing."""
+        """Has objects removed, and is answered by ``Gone``. It does not wait for that, so that many
+        owners are asked side by side. It raises nothing."""
 
     def clear_soon(self, signature: bytes) -> Future[Answer]:
         """Has all objects of a signature removed, as ``remove_soon``."""
@@ -155,13 +162,18 @@ class LocalHandle:
         """See ``Handle``."""
         self._owner.unpin(keys, signature)
 
+    def sizes(self, keys: Keys, signature: bytes) -> Sequence[int]:
+        """See ``Handle``."""
+        return self._owner.sizes(keys, signature)
+
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
         """See ``Handle``."""
-        return _done_after(self._owner.remove_soon(keys, signature))
+        removed = self._owner.remove_soon(keys, signature)
+        return _answer_after(removed, lambda found: Gone(sum(found), bytes(found)))
 
     def clear_soon(self, signature: bytes) -> Future[Answer]:
         """See ``Handle``."""
-        return _done_after(self._owner.clear_soon(signature))
+        return _answer_after(self._owner.clear_soon(signature), Gone)
 
 
 class RemoteHandle:
@@ -275,6 +287,15 @@ class RemoteHandle:
         """See ``Handle``."""
         self._ask(Unpin(keys.tobytes(), signature), Done, self._timeout_s)
 
+    def sizes(self, keys: Keys, signature: bytes) -> Sequence[int]:
+        """See ``Handle``."""
+        answer = self._ask(Sizes(keys.tobytes(), signature), SizesOf, self._timeout_s)
+        with self._sense("sizes"):
+            sizes: list[int] = np.frombuffer(answer.sizes, "<u8").tolist()
+            if len(sizes) != len(keys) or max(sizes, default=0) >= 1 << 63:
+                raise ValueError(f"{len(sizes)} answers for {len(keys)} objects")
+            return sizes
+
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
         """See ``Handle``. An owner that does not hear it keeps them."""
         return self._owner.ask_soon(Remove(keys.tobytes(), signature))
@@ -304,14 +325,14 @@ class RemoteHandle:
         return answer
 
 
-def _done_after(told: Future[None]) -> Future[Answer]:
+def _answer_after(told: Future[Result], answer_of: Callable[[Result], Answer]) -> Future[Answer]:
     """Of what this process's own owner does."""
     future: Future[Answer] = Future()
 
-    def end(told: Future[None]) -> None:
+    def end(told: Future[Result]) -> None:
         exc = told.exception()
         if exc is None:
-            future.set_result(Done())
+            future.set_result(answer_of(told.result()))
         else:
             future.set_exception(exc)
 

@@ -149,6 +149,11 @@ class Owners:
         """Ends all of it; what this process has lent is gone."""
         self._undo.close()
 
+    @property
+    def request_timeout_s(self) -> float:
+        """``Config.request_timeout_s``."""
+        return self._config.request_timeout_s
+
     # -- look-ups
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.lmcache.accounts import Account, Accounts, Form
 from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Removed
 from kvstore.store import Store
 
 __all__ = ["Books"]
@@ -83,7 +84,7 @@ class Books:
         for form, some in _by_form(known).items():
             digests = _digests(some)
             # An owner that has not answered may have kept some: they are seen to be gone later.
-            if self._store.remove(digests, form.signature):
+            if Removed.UNREACHABLE not in self._store.remove(digests, form.signature):
                 removed |= some
         self._drop(removed)
 

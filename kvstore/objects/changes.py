@@ -16,6 +16,7 @@ from kvstore._table import digests_of_hex
 
 __all__ = [
     "ADDED",
+    "ANY",
     "CHANGE",
     "KEY_BYTES",
     "LOWER_TIER",
@@ -63,6 +64,10 @@ PLACE: Final = np.dtype(
 )
 """What a look-up finds for one key. ``copies``: the owners that have it, of those that can be used;
 255 also stands for more."""
+
+
+ANY: Final = 0
+"""With this fingerprint a look-up finds a key as ``HERE`` or as ``OTHER``."""
 
 
 class Found:

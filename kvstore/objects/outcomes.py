@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Got", "Pinned", "Put"]
+__all__ = ["Got", "Pinned", "Put", "Removed"]
 
 
 class Got(Enum):
@@ -58,3 +58,13 @@ class Pinned(Enum):
     MISSING = "missing"
     #: Its owner has as many bytes pinned as it may have.
     REFUSED = "refused"
+
+
+class Removed(Enum):
+    """The outcome of removing one object."""
+
+    REMOVED = "removed"
+    #: No owner had it.
+    MISSING = "missing"
+    #: An owner that is known cannot be asked or has not answered, and may have it still.
+    UNREACHABLE = "unreachable"

@@ -19,6 +19,7 @@ from kvstore.protocol.messages import (
     Claim,
     Clear,
     Done,
+    Gone,
     Granted,
     Greet,
     Hello,
@@ -32,6 +33,8 @@ from kvstore.protocol.messages import (
     Question,
     Refused,
     Remove,
+    Sizes,
+    SizesOf,
     Snapshot,
     Store,
     Stored,
@@ -90,7 +93,12 @@ def _answer(owner: Owner, question: Question) -> Answer:
         case Abandon(claim_id):
             owner.abandon(claim_id)
         case Clear(signature):
-            owner.clear(signature)
+            return Gone(owner.clear(signature))
+        case Remove(keys, signature):
+            found = owner.remove(keys_of(keys), signature)
+            return Gone(sum(found), bytes(found))
+        case Sizes(keys, signature):
+            return SizesOf(np.array(owner.sizes(keys_of(keys), signature), "<u8").tobytes())
         case Promote(keys, signature, nbytes, timeout_ms):
             return _promoted(owner.promote(keys_of(keys), signature, nbytes, timeout_ms / 1000))
         case Touch(keys, signature):
@@ -100,8 +108,6 @@ def _answer(owner: Owner, question: Question) -> Answer:
             return Pins([one.value for one in outcomes], why)
         case Unpin(keys, signature):
             owner.unpin(keys_of(keys), signature)
-        case Remove(keys, signature):
-            owner.remove(keys_of(keys), signature)
         case _:
             raise ValueError(f"{type(question).__name__} cannot be asked this way")
     return Done()

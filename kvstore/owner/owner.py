@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,8 @@ from kvstore.tiers.tombstones import Tombstones
 __all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
 
 logger = logging.getLogger(__name__)
+
+Told = TypeVar("Told")
 
 CLAIM_OBJECTS_MAX: Final = 4096
 CHANGES_KEPT: Final = 1 << 16
@@ -391,32 +393,38 @@ class Owner:
         with self._lock:
             self._table.unpin(keys, signature)
 
-    def remove(self, keys: Keys, signature: bytes) -> None:
-        """Removes objects. After this no restart finds them on a disk or in object storage: waits
-        until it is told there."""
-        self.remove_soon(keys, signature).result()  # A request to object storage has a deadline.
+    def remove(self, keys: Keys, signature: bytes) -> Sequence[bool]:
+        """Removes objects; returns which of them there were. After this no restart finds them on a
+        disk or in object storage: waits until it is told there."""
+        # A request to object storage has a deadline.
+        return self.remove_soon(keys, signature).result()
 
-    def remove_soon(self, keys: Keys, signature: bytes) -> Future[None]:
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Sequence[bool]]:
         """As ``remove``, but does not wait for object storage: nobody finds the objects any more,
         and a restart does not once the future is done."""
         with self._lock:
             names = [one.tobytes() + signature for one in keys]
             ledger = self._table.ledger
             tiered = [one for one in names if one in ledger or one in ledger.demoting]
-            self._table.remove(keys, signature)
+            found: Sequence[bool] = self._table.remove(keys, signature)
             self._telling_count += 1
-        return self._tell_soon(lambda stones: stones.remove(tiered), waits=bool(tiered))
+        return self._tell_soon(lambda stones: stones.remove(tiered), found, waits=bool(tiered))
 
-    def clear(self, signature: bytes) -> None:
-        """Removes all objects of a signature. As ``remove``."""
-        self.clear_soon(signature).result()
+    def clear(self, signature: bytes) -> int:
+        """Removes all objects of a signature, as ``remove``; returns how many there were."""
+        return self.clear_soon(signature).result()
 
-    def clear_soon(self, signature: bytes) -> Future[None]:
+    def clear_soon(self, signature: bytes) -> Future[int]:
         """As ``remove_soon``."""
         with self._lock:
-            self._table.clear(signature)
+            count = self._table.clear(signature)
             self._telling_count += 1
-        return self._tell_soon(lambda stones: stones.clear(signature), waits=True)
+        return self._tell_soon(lambda stones: stones.clear(signature), count, waits=True)
+
+    def sizes(self, keys: Keys, signature: bytes) -> Sequence[int]:
+        """See ``ObjectTable.sizes``."""
+        with self._lock:
+            return self._table.sizes(keys, signature)
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences
@@ -495,19 +503,20 @@ class Owner:
             )
 
     def _tell_soon(
-        self, write: Callable[[Tombstones | ObjectTombstones], None], *, waits: bool
-    ) -> Future[None]:
+        self, write: Callable[[Tombstones | ObjectTombstones], None], result: Told, *, waits: bool
+    ) -> Future[Told]:
         """``waits``: if it is told to object storage, that takes its time."""
+        future: Future[Told] = Future()
         if waits and isinstance(self._tombstones, ObjectTombstones):
-            future = self._telling.submit(self._tell_removed, write)
+            future = self._telling.submit(self._tell_removed, write, result)
         else:
-            self._tell_removed(write)
-            future = Future()
-            future.set_result(None)
+            future.set_result(self._tell_removed(write, result))
         self._has_changed()
         return future
 
-    def _tell_removed(self, write: Callable[[Tombstones | ObjectTombstones], None]) -> None:
+    def _tell_removed(
+        self, write: Callable[[Tombstones | ObjectTombstones], None], result: Told
+    ) -> Told:
         """Ends what ``_telling_count`` counts. A tier that takes no more writes may keep what is
         removed."""
         try:
@@ -522,6 +531,7 @@ class Owner:
         finally:
             with self._lock:
                 self._telling_count -= 1
+        return result
 
     def _forget_tombstones(self) -> None:
         """Once all that was removed is wiped from the tier. Object storage follows a disk in its

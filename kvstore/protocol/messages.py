@@ -24,6 +24,7 @@ __all__ = [
     "Clear",
     "Done",
     "Follow",
+    "Gone",
     "Granted",
     "Greet",
     "Hello",
@@ -37,6 +38,8 @@ __all__ = [
     "Question",
     "Refused",
     "Remove",
+    "Sizes",
+    "SizesOf",
     "Snapshot",
     "Store",
     "Stored",
@@ -119,14 +122,14 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """These shall go. Answered by ``Done``."""
+    """These shall go. Answered by ``Gone``."""
 
     keys: Keys
     signature: Signature
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """All of this signature shall go. Answered by ``Done``."""
+    """All of this signature shall go. Answered by ``Gone``."""
 
     signature: Signature
 
@@ -169,6 +172,13 @@ class Pin(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 class Unpin(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """One pin of these is not needed any more. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Sizes(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """How large are these, please? Answered by ``SizesOf``."""
 
     keys: Keys
     signature: Signature
@@ -252,6 +262,19 @@ class Pins(msgspec.Struct, frozen=True, array_like=True, tag=8):
     why: str
 
 
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """So many objects were removed. Of those that were named, one byte each: 1 if it was there."""
+
+    count: Number
+    found: bytes = b""
+
+
+class SizesOf(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """One size for each object, as u64, little-endian; 0 for one that is not there."""
+
+    sizes: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
@@ -273,8 +296,21 @@ Question = (
     | Take
     | Pin
     | Unpin
+    | Sizes
 )
-Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins | Published
+Answer = (
+    Hello
+    | Changes
+    | Granted
+    | Done
+    | Refused
+    | Stored
+    | InMemory
+    | Pins
+    | Published
+    | Gone
+    | SizesOf
+)
 
 Message = TypeVar("Message")
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -230,10 +231,12 @@ class ObjectTable:
             if found is not None:
                 self._touch(name, found)
 
-    def remove(self, keys: Keys, signature: bytes) -> int:
-        """Removes objects; returns how many there were."""
-        names = dict.fromkeys(one.tobytes() + signature for one in keys)
-        return self._remove([one for one in names if one in self._objects or one in self.ledger])
+    def remove(self, keys: Keys, signature: bytes) -> list[bool]:
+        """Removes objects; returns which of them there were."""
+        names = [one.tobytes() + signature for one in keys]
+        found = [one in self._objects or one in self.ledger for one in names]
+        self._remove(list(dict.fromkeys(compress(names, found))))
+        return found
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature; returns how many there were."""
@@ -394,6 +397,16 @@ class ObjectTable:
         return numbers
 
     # -- what others are told
+
+    def sizes(self, keys: Keys, signature: bytes) -> list[int]:
+        """Of each object, in bytes; 0 for one that is not there."""
+        sizes: list[int] = []
+        for key in keys:
+            name = key.tobytes() + signature
+            one = self._objects.get(name)
+            nbytes = self.ledger.nbytes(name) if one is None else self._headers["nbytes"][one.slot]
+            sizes.append(int(nbytes or 0))
+        return sizes
 
     def places(self, keys: Keys, signature: bytes, nbytes: int) -> list[tuple[int, int]]:
         """Slot and generation of each object of this size, as changes have them; 0 and 0 for one

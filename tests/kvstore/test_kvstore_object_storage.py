@@ -19,7 +19,7 @@ from store_objects import handle_of
 
 from kvstore.config import Config
 from kvstore.objects.outcomes import Got
-from kvstore.protocol.messages import Done
+from kvstore.protocol.messages import Gone
 from kvstore.store import Store
 from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.objects import Objects
@@ -125,7 +125,7 @@ def test_who_has_read_wrong_bytes_does_not_wait_for_the_bucket(
     assert not future.done()
     assert not lender.exists(KEYS, SIG, NBYTES).any()
     go_on.set()
-    assert future.result(TIMEOUT_S) == Done()
+    assert future.result(TIMEOUT_S) == Gone(N, b"\1" * N)
     assert len(told) == 1
 
 

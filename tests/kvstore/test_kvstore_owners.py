@@ -32,7 +32,7 @@ import te
 from kvstore.client.owners import OWN
 from kvstore.client.reading import ROOMS
 from kvstore.objects.changes import keys_of_digests
-from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
@@ -237,7 +237,8 @@ def test_removal_survives_an_owner_that_is_frozen(
             store.clear(SIG)
             assert "the objects of a signature were not removed" in caplog.text
             far.signal(signal.SIGCONT)
-        until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))
+        until(lambda: Removed.UNREACHABLE not in store.remove(KEYS, SIG), "it has heard it now")
+        assert not store.exists(KEYS, SIG, NBYTES).any()
 
 
 @pytest.mark.slow

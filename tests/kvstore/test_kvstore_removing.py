@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_makers import SIG, keys
-from store_objects import KEYS
+from store_makers import SIG, keys, until
+from store_objects import KEYS, N, put_all
 
-from kvstore import store as store_module
+from kvstore.client import managing
+from kvstore.objects.outcomes import Removed
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.messages import Answer, Done, Stored
+from kvstore.protocol.messages import Answer, Done, Gone
 from kvstore.store import Store
 
 
@@ -38,15 +39,22 @@ class Remote:
         self.source = SimpleNamespace(number=number)
         self.futures: list[Asked] = []
         self._waits = waits
+        self._asked = 0
         self.then: Callable[[], object] = lambda: None
 
     def clear_soon(self, _: bytes) -> Asked:
+        return self.remove_soon((), b"")
+
+    def remove_soon(self, keys: Sequence[object], _: bytes) -> Asked:
         self.futures.append(Asked(self._waits))
+        self._asked = len(keys)
         self.then()
         return self.futures[-1]
 
-    def remove_soon(self, _: object, signature: bytes) -> Asked:
-        return self.clear_soon(signature)
+    def answer(self) -> None:
+        """It had every second one."""
+        found = [row % 2 for row in range(self._asked)]
+        self.futures[-1].set_result(Gone(sum(found), bytes(found)))
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def test_all_are_asked_before_one_is_waited_for(
 ) -> None:
     def answer() -> None:
         for one in remotes:
-            one.futures[-1].set_result(Done())
+            one.answer()
 
     remotes[-1].then = answer
     call(owner)
@@ -98,8 +106,8 @@ def test_silent_owners_cost_one_deadline_and_one_line(
     waits: list[float | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    owner._config = replace(owner._config, request_timeout_s=0.01)
-    remotes[1].then = lambda: remotes[1].futures[-1].set_result(Done())
+    owner._owners._config = replace(owner._config, request_timeout_s=0.01)
+    remotes[1].then = remotes[1].answer
     call(owner)
     assert waits[1:] == [0.0, 0.0], "the first one has had all the time"
     assert "not removed: owner 1 does not answer in time (and 1 more owners)" in caplog.text
@@ -112,10 +120,26 @@ def test_owners_that_have_failed_once_are_not_asked_for_the_rest(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(store_module, "CLAIM_OBJECTS_MAX", 5)
+    monkeypatch.setattr(managing, "CLAIM_OBJECTS_MAX", 5)
     remotes[0].then = lambda: remotes[0].futures[-1].set_exception(NoAnswer("on purpose"))
-    remotes[1].then = lambda: remotes[1].futures[-1].set_result(Done())
-    remotes[2].then = lambda: remotes[2].futures[-1].set_result(Stored([]))
+    remotes[1].then = remotes[1].answer
+    remotes[2].then = lambda: remotes[2].futures[-1].set_result(Done())
     owner.remove(keys(15), SIG)
     assert [len(one.futures) for one in remotes] == [1, 3, 1]
     assert "objects were not removed: on purpose (and 1 more owners)" in caplog.text
+
+
+def test_whatever_one_owner_had_is_removed(owner: Store, remotes: list[Remote]) -> None:
+    for one in remotes:
+        one.then = one.answer
+    assert owner.remove(keys(4), SIG) == [Removed.MISSING, Removed.REMOVED] * 2
+    remotes[1].then = lambda: remotes[1].futures[-1].set_result(Gone(0, b""))
+    assert owner.remove(keys(4), SIG) == [Removed.UNREACHABLE] * 4, "it says it not of each"
+
+
+def test_cleared_objects_are_counted(guest: Store, owner: Store) -> None:
+    until(guest._owners.usable, "the owner is known")
+    put_all(guest)
+    assert guest.clear(bytes(16)) == 0
+    assert guest.clear(SIG) == N
+    assert owner.clear(SIG) == 0

@@ -13,7 +13,7 @@ from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, se
 
 import te
 from kvstore.client.reading import ROOMS, HeaderRoom
-from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.objects.signature import Signature
 from kvstore.store import Store
@@ -143,10 +143,11 @@ def test_who_removes_is_told_whether_every_owner_has(guest: Store, owner: Store)
     sees(guest)
     (number,) = guest._owners.usable()
     guest._owners.pause(number, "the test says so")
-    assert not guest.remove(KEYS, SIG)
+    assert guest.remove(KEYS, SIG) == [Removed.UNREACHABLE] * N
     assert owner.exists(KEYS, SIG, NBYTES).all()
     until(guest._owners.usable, "it is connected to again")
-    assert guest.remove(KEYS, SIG)
+    assert guest.remove(KEYS[:5], SIG) == [Removed.REMOVED] * 5
+    assert guest.remove(KEYS, SIG) == [Removed.MISSING] * 5 + [Removed.REMOVED] * (N - 5)
     assert not owner.exists(KEYS, SIG, NBYTES).any()
 
 

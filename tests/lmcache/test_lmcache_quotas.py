@@ -23,6 +23,7 @@ from store_makers import until
 from kvstore.lmcache import books
 from kvstore.lmcache.adapter import StoreL2Adapter
 from kvstore.lmcache.names import keys_of_objects
+from kvstore.objects.outcomes import Removed
 from kvstore.store import Store
 
 N = 5
@@ -121,7 +122,7 @@ def test_what_an_owner_may_have_kept_counts_until_it_is_gone(
     monkeypatch.setattr(books, "SETTLED_S", -1.0)
     store(adapter, KEYS, level1.objects(N, seed=1))
     with monkeypatch.context() as silent:
-        silent.setattr(Store, "remove", lambda *_: False)
+        silent.setattr(Store, "remove", lambda *_: [Removed.UNREACHABLE] * N)
         adapter.delete(KEYS)
     assert adapter.get_usage().total_bytes_used == N * NBYTES
     adapter._store.clear(adapter._books.forms(KEYS)[KEYS[0]].signature)
