@@ -20,7 +20,7 @@ import numpy.typing as npt
 import te
 from kvstore.client.admission import Admitted, Numbers
 from kvstore.client.deadline import Deadline
-from kvstore.client.gets import Gets
+from kvstore.client.gets import Gets, Span
 from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
@@ -215,6 +215,32 @@ class Store:
         """
         _check_shapes(keys, signature, destination)
         outcomes = self.gets.get(keys, signature, destination, time.monotonic() + timeout_s)
+        self.conclude_gets(keys, signature, outcomes, destination.object_bytes)
+        return outcomes
+
+    def get_range(
+        self,
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        offset: int,
+        destination: Pieces,
+        timeout_s: float = 5.0,
+    ) -> list[Got]:
+        """As ``get``, for a part of each object: as many bytes as the destination has, from
+        ``offset`` on, of objects of ``nbytes``. Whoever reads a part cannot compare the checksum:
+        bytes that have changed in memory are noticed by ``get`` alone.
+
+        Raises what ``get`` raises, and ``ValueError`` for a part that goes beyond the object.
+        """
+        _check_shapes(keys, signature, destination)
+        if not 0 <= offset <= nbytes - destination.object_bytes:
+            raise ValueError(
+                f"{destination.object_bytes} bytes from {offset} on are no part of an object of"
+                f" {nbytes} bytes"
+            )
+        until_s = time.monotonic() + timeout_s
+        outcomes = self.gets.get(keys, signature, destination, until_s, Span(nbytes, offset))
         self.conclude_gets(keys, signature, outcomes, destination.object_bytes)
         return outcomes
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import Pieces
 
-__all__ = ["Gets"]
+__all__ = ["Gets", "Span"]
 
 ATTEMPTS: Final = 2
 """A get looks again for what an owner has not given."""
@@ -35,6 +36,15 @@ TO_ASK: Final = {Got.NOT_PROMOTED, Got.MOVED}
 """Outcomes of which the owner knows more: it is asked where the object is."""
 TO_PROMOTE: Final = TO_ASK | {Got.UNREACHABLE}
 """Outcomes of a promotion after which another owner may have a copy."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which bytes of objects are read: from an offset on as many as the destination has."""
+
+    #: Of each object.
+    nbytes: int
+    offset: int = 0
 
 
 class Gets:
@@ -59,16 +69,23 @@ class Gets:
         self._verify = verify
 
     def get(
-        self, keys: Keys, signature: bytes, destination: Pieces, deadline_s: float
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        deadline_s: float,
+        span: Span | None = None,
     ) -> list[Got]:
-        """See ``Store.get``."""
-        self._owners.touch_soon(keys, signature, destination.object_bytes)
+        """See ``Store.get``, and ``Store.get_range``."""
+        span = Span(destination.object_bytes) if span is None else span
+        is_whole = span.nbytes == destination.object_bytes
+        self._owners.touch_soon(keys, signature, span.nbytes)
         outcomes = [Got.MISSING] * len(keys)
         open_rows: Sequence[int] = range(len(keys))
-        fingerprint = fingerprint_of(signature, destination.object_bytes)
+        fingerprint = fingerprint_of(signature, span.nbytes)
         failed: set[int] = set()
         is_readable = self._memory.is_readable(destination)
-        at_once = self._verify and is_readable
+        at_once = self._verify and is_readable and is_whole
         for _ in range(ATTEMPTS):
             ranks = bytearray(self._owners.ranks)
             for number in failed:
@@ -76,7 +93,7 @@ class Gets:
             places = self._owners.look_up(
                 keys[np.asarray(open_rows, np.intp)], fingerprint, bytes(ranks)
             )
-            found = self._groups(keys, signature, destination, open_rows, places, outcomes)
+            found = self._groups(keys, signature, span.nbytes, open_rows, places, outcomes)
             near = [one for one in found if is_readable and one.source.window is not None]
             groups = [one for one in found if not (is_readable and one.source.window is not None)]
             try:
@@ -84,11 +101,11 @@ class Gets:
                     if at_once:
                         group.begin_with_headers(destination.of(group.rows), self._rooms)
                     else:
-                        group.begin(destination.of(group.rows), 0)
+                        group.begin(destination.of(group.rows), span.offset)
                 for group in near:
-                    self._bring(group, destination, outcomes)
+                    self._bring(group, destination, span, outcomes)
                 for group in groups:
-                    self.finish(group, destination, outcomes, deadline_s)
+                    self.finish(group, destination, outcomes, deadline_s, is_whole=is_whole)
             except BaseException:
                 _cancel(groups)
                 raise
@@ -103,7 +120,7 @@ class Gets:
             failed.update(group.source.number for group in groups if group.failed is not None)
         below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
         if below:
-            self._get_below(keys, signature, destination, below, outcomes, deadline_s)
+            self._get_below(keys, signature, destination, span, below, outcomes, deadline_s)
         return outcomes
 
     # -- part by part (``kvstore.loading``)
@@ -121,7 +138,8 @@ class Gets:
         if is_readable and not (places["found"] == Found.HERE).all():
             places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_loads)
         rows = range(len(keys))
-        groups = self._groups(keys, signature, destination, rows, places, outcomes)
+        nbytes = destination.object_bytes
+        groups = self._groups(keys, signature, nbytes, rows, places, outcomes)
         if is_readable:
             groups = [self._mapped(one) for one in groups]
         return outcomes, groups
@@ -137,9 +155,16 @@ class Gets:
         return group.check(self._rooms, deadline_s)
 
     def finish(
-        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
+        self,
+        group: Group,
+        destination: Pieces,
+        outcomes: list[Got],
+        deadline_s: float,
+        *,
+        is_whole: bool = True,
     ) -> None:
-        """Waits for a group's reads and checks it; its rows get their outcome."""
+        """Waits for a group's reads and checks it; its rows get their outcome. ``is_whole``: whole
+        objects were read, so that checksums tell whether they are right."""
         group.wait(deadline_s)
         right: list[bool] = []
         checksums: list[int] = []
@@ -147,7 +172,7 @@ class Gets:
         if group.failed is None:
             right, checksums = group.check(self._rooms, deadline_s)
         if group.failed is None:
-            self.accept(group, destination, outcomes, right, checksums, wrong)
+            self.accept(group, destination, outcomes, right, checksums, wrong, is_whole=is_whole)
             return
         if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
             self._owners.pause(group.source.number, group.reason)
@@ -164,13 +189,15 @@ class Gets:
         right: Sequence[bool],
         checksums: Sequence[int],
         wrong: Got = Got.CORRUPTED,
+        *,
+        is_whole: bool = True,
     ) -> None:
         """For ``Load``: all bytes are there, and their headers were read behind them. Compares
         checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
         self._measure(group, destination)
         ours: Sequence[int] = checksums
         pieces = destination.of(group.rows)
-        if self._verify and self._memory.is_readable(pieces):
+        if self._verify and is_whole and self._memory.is_readable(pieces):
             ours = self._copier.checksums(pieces).tolist()
         for row, is_right, said, found in zip(group.rows, right, checksums, ours, strict=True):
             outcomes[row] = Got.MOVED if not is_right else Got.RIGHT if found == said else wrong
@@ -181,7 +208,7 @@ class Gets:
         self,
         keys: Keys,
         signature: bytes,
-        destination: Pieces,
+        nbytes: int,
         rows: Sequence[int],
         places: Records,
         outcomes: list[Got],
@@ -211,19 +238,18 @@ class Gets:
                 continue
             for first in range(0, len(of_owner), HEADERS_MAX):
                 some = of_owner[first : first + HEADERS_MAX].tolist()
-                groups.append(
-                    Group.of(source, some, keys, signature, destination.object_bytes, whole)
-                )
+                groups.append(Group.of(source, some, keys, signature, nbytes, whole))
         return groups
 
-    def _bring(self, group: Group, destination: Pieces, outcomes: list[Got]) -> None:
+    def _bring(self, group: Group, destination: Pieces, span: Span, outcomes: list[Got]) -> None:
         """Copies a group out of memory of this host; its rows get their outcome."""
         window = group.source.window
         assert window is not None
         is_all = len(group.rows) == len(outcomes)
         pieces = destination if is_all else destination.of(group.rows)
         begun_s = time.monotonic()
-        came = group.bring(pieces, window, self._copier, self._verify)
+        verify = self._verify and span.nbytes == destination.object_bytes
+        came = group.bring(pieces, window, self._copier, verify, span.offset)
         took_s = time.monotonic() - begun_s
         self._load_times.measured(group.source.number, took_s, len(came) * destination.object_bytes)
         if is_all:
@@ -236,15 +262,17 @@ class Gets:
         self,
         groups: Sequence[Group],
         destination: Pieces,
+        span: Span,
         outcomes: list[Got],
         deadline_s: float,
     ) -> None:
-        """Reads whole objects; headers come behind them."""
+        """Reads objects; headers come behind them."""
+        is_whole = span.nbytes == destination.object_bytes
         try:
             for group in groups:
-                group.begin(destination.of(group.rows), 0)
+                group.begin(destination.of(group.rows), span.offset)
             for group in groups:
-                self.finish(group, destination, outcomes, deadline_s)
+                self.finish(group, destination, outcomes, deadline_s, is_whole=is_whole)
         except BaseException:
             _cancel(groups)
             raise
@@ -256,13 +284,14 @@ class Gets:
         keys: Keys,
         signature: bytes,
         destination: Pieces,
+        span: Span,
         rows: Sequence[int],
         outcomes: list[Got],
         deadline_s: float,
     ) -> None:
         """Reads objects that lie in the lower tier, as far as their owners promote them: some at a
         time, as they push out each other. Ends after a few rounds that have brought nothing."""
-        nbytes, barren = destination.object_bytes, 0
+        nbytes, barren = span.nbytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
             begun_s, read = time.monotonic(), list[Group]()
             before = [outcomes[row] for row in rows]
@@ -274,11 +303,9 @@ class Gets:
             )
             with contextlib.closing(parts):
                 for part, places in parts:
-                    groups = self._groups(
-                        keys, signature, destination, rows[part], places, outcomes
-                    )
+                    groups = self._groups(keys, signature, nbytes, rows[part], places, outcomes)
                     read += groups
-                    self._read(groups, destination, outcomes, deadline_s)
+                    self._read(groups, destination, span, outcomes, deadline_s)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
             left = [row for row in rows if outcomes[row] in TO_PROMOTE]
             for row, one in zip(rows, before, strict=True):

@@ -140,12 +140,14 @@ class Group:
             expected(keys[rows], signature, nbytes, found["generation"]),
         )
 
-    def bring(self, pieces: Pieces, window: Window, copier: Copier, verify: bool) -> list[Got]:
+    def bring(
+        self, pieces: Pieces, window: Window, copier: Copier, verify: bool, offset: int = 0
+    ) -> list[Got]:
         """Copies these objects out of a window, and tells what came. ``pieces`` has this group's
-        rows, and the processor can write there."""
-        if not window.has(int(self.slots.max()), pieces.object_bytes):
+        rows, and the processor can write there; they lie ``offset`` bytes behind the begin."""
+        if not window.has(int(self.slots.max()), offset + pieces.object_bytes):
             return [Got.MOVED] * len(pieces)  # What the owner has announced cannot be.
-        slots = np.uint64(window.slots_address) + self.slots * np.uint64(UNIT_BYTES)
+        slots = np.uint64(window.slots_address + offset) + self.slots * np.uint64(UNIT_BYTES)
         headers = np.uint64(window.headers_address) + self.slots * np.uint64(HEADER_BYTES)
         codes = copier.bring(slots, headers, self.wanted, pieces, verify)
         if not codes.any():
