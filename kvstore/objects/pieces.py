@@ -62,6 +62,15 @@ class Pieces:
         """Some pieces of each object."""
         return Pieces(self.addresses[:, first:end], self.nbytes[first:end])
 
+    def cut(self, first: int, end: int) -> Pieces:
+        """The pieces of the bytes from ``first`` to ``end`` of each object."""
+        starts, ends = self.offsets, self.offsets + self.nbytes
+        kept = np.flatnonzero((starts < end) & (ends > first))
+        begun: U64 = np.maximum(starts[kept], np.uint64(first))
+        sizes: U64 = np.minimum(ends[kept], np.uint64(end)) - begun
+        addresses: U64 = self.addresses[:, kept] + (begun - starts[kept])
+        return Pieces(addresses, sizes)
+
     def blocks(self, slots: U64, offset: int, *, to_slots: bool) -> te.Blocks:
         """The copies between these pieces and slots.
 

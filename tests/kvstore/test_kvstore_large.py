@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that no chunk has room for are stored in parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_makers import SIG, contents, keys, until
+from store_objects import Room, filled
+
+from kvstore.large import LargeObjects
+from kvstore.objects.outcomes import Got, Put, Removed
+from kvstore.objects.pieces import Pieces
+from kvstore.store import Store
+
+PART, NBYTES, N = 500_000, 1_200_001, 2
+KEYS = keys(N)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.data())
+def test_a_cut_has_the_bytes_of_its_range(sizes: list[int], data: st.DataObject) -> None:
+    starts = np.array([[1000 * row + 100 * i for i in range(len(sizes))] for row in range(3)])
+    pieces = Pieces(starts, np.array(sizes))
+    first = data.draw(st.integers(0, pieces.object_bytes - 1))
+    end = data.draw(st.integers(first + 1, pieces.object_bytes))
+
+    def addresses(of: Pieces) -> list[list[int]]:
+        rows = of.addresses.tolist()
+        return [
+            [at + i for at, n in zip(row, of.nbytes.tolist(), strict=True) for i in range(n)]
+            for row in rows
+        ]
+
+    assert addresses(pieces.cut(first, end)) == [row[first:end] for row in addresses(pieces)]
+
+
+@pytest.mark.parametrize("way", ["owner", "guest", "tcp_guest"])
+def test_what_was_stored_in_parts_comes_back(
+    request: pytest.FixtureRequest, owner: Store, way: str
+) -> None:
+    store: Store = request.getfixturevalue(way)
+    until(store._owners.usable, "the owner is known")
+    large = LargeObjects(store, PART)
+    room, back = filled(store, N, NBYTES), Room(store, N, NBYTES)
+    assert store.put(KEYS, SIG, room.pieces) == [Put.TOO_LARGE] * N
+    assert not large.exists(KEYS, SIG, NBYTES).any()
+    assert large.put(KEYS, SIG, room.split(1, 600_000, NBYTES - 600_001)) == [Put.STORED] * N
+    assert large.put(KEYS, SIG, room.pieces) == [Put.EXISTS] * N
+    assert large.exists(KEYS, SIG, NBYTES).all()
+    assert large.sizes(keys(3), SIG).tolist() == [NBYTES, NBYTES, 0]
+    assert large.get(KEYS, SIG, back.split(NBYTES - 2, 2)) == [Got.RIGHT] * N
+    assert (back.bytes == contents(N, NBYTES)).all()
+    assert large.remove(keys(3), SIG, NBYTES) == [Removed.REMOVED] * N + [Removed.MISSING]
+    assert large.get(KEYS, SIG, back.pieces) == [Got.MISSING] * N
+    assert large.sizes(KEYS, SIG).tolist() == [0, 0]
+
+
+def test_one_part_that_is_missing_is_a_miss(owner: Store) -> None:
+    large = LargeObjects(owner, PART)
+    room = filled(owner, N, NBYTES)
+    assert large.put(KEYS, SIG, room.pieces) == [Put.STORED] * N
+    own = owner._owners.own
+    assert own is not None
+    (first,) = own._table._objects.keys() - set(list(own._table._objects)[1:])
+    owner.remove(np.frombuffer(first[:16], np.uint8).reshape(1, 16), SIG)
+    assert large.exists(KEYS, SIG, NBYTES).tolist() == [False, True]
+    assert large.get(KEYS, SIG, room.pieces) == [Got.MISSING, Got.RIGHT]
+
+
+def test_none_of_them_is_none(owner: Store) -> None:
+    large = LargeObjects(owner, PART)
+    nothing = Pieces(np.zeros((0, 1), np.uint64), np.array([NBYTES]))
+    assert large.put(KEYS[:0], SIG, nothing) == []
+    assert large.get(KEYS[:0], SIG, nothing) == []
+    assert len(large.sizes(KEYS[:0], SIG)) == 0
