@@ -38,7 +38,6 @@ from kvstore.objects.changes import ANY, LOWER_TIER, OWNERS_MAX, Found, Keys, fi
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
 from te.status import process_name
 
 __all__ = ["Store"]
@@ -346,11 +345,7 @@ class Store:
             logger.warning(
                 "%d objects have other bytes than were stored, and are removed", len(corrupted)
             )
-            # Nobody waits: an owner that does not hear it keeps them until they are read again.
-            for handle in self._handles():
-                for first in range(0, len(corrupted), CLAIM_OBJECTS_MAX):
-                    some = corrupted[first : first + CLAIM_OBJECTS_MAX]
-                    handle.remove_soon(keys[some], signature)
+            self._managing.remove_soon(keys[corrupted], signature)
 
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:

@@ -63,6 +63,12 @@ class Managing:
             return [Removed.UNREACHABLE] * len(keys)
         return [Removed.REMOVED if one else Removed.MISSING for one in found.tolist()]
 
+    def remove_soon(self, keys: Keys, signature: bytes) -> None:
+        """As ``remove``. Nobody waits: an owner that does not hear it keeps them."""
+        for handle in self._handles():
+            for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
+                handle.remove_soon(keys[first : first + CLAIM_OBJECTS_MAX], signature)
+
     def clear(self, signature: bytes) -> int:
         """See ``Store.clear``."""
         asked = [(one, one.clear_soon(signature)) for one in self._handles()]

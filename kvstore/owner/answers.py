@@ -95,8 +95,8 @@ def _answer(owner: Owner, question: Question) -> Answer:
         case Clear(signature):
             return Gone(owner.clear(signature))
         case Remove(keys, signature):
-            found = owner.remove(keys_of(keys), signature)
-            return Gone(sum(found), bytes(found))
+            removed = owner.remove(keys_of(keys), signature)
+            return Gone(sum(removed), bytes(removed))
         case Sizes(keys, signature):
             return SizesOf(np.array(owner.sizes(keys_of(keys), signature), "<u8").tobytes())
         case Promote(keys, signature, nbytes, timeout_ms):
