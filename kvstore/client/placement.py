@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which owners store an object. Pure."""
+"""Which owners store an object, and which of several processes has it stored. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.objects.changes import Keys
 
-__all__ = ["choose"]
+__all__ = ["choose", "share_of"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -55,6 +55,12 @@ def choose(
     order: Any = np.lexsort((-scores, is_second), axis=1)
     chosen: npt.NDArray[np.intp] = order[:, :copies]
     return chosen
+
+
+def share_of(keys: Keys, part: int, parts: int) -> npt.NDArray[np.intp]:
+    """The rows of the keys that one of several processes stores which all have the same objects;
+    keys are digests, so that their shares are equal."""
+    return np.flatnonzero(keys[:, 0].astype(np.intp) % parts == part)
 
 
 def _mix(words: U64) -> U64:

@@ -20,6 +20,7 @@ __all__ = [
     "refuse_hashes",
     "refuse_sleep",
     "refuse_split",
+    "share_of_rank",
     "signature_of",
     "total_heads",
 ]
@@ -154,6 +155,14 @@ def heads_of_rank(config: Any, rank: int) -> tuple[int, int]:
     heads = int(model.get_num_kv_heads(parallel))
     first = rank * heads if total >= size else rank * total // size
     return first, first + heads
+
+
+def share_of_rank(config: Any, rank: int) -> tuple[int, int]:
+    """Which part of its pages a TP rank stores, and of how many: one that shares its KV heads with
+    others leaves them theirs."""
+    size, heads = int(config.parallel_config.tensor_parallel_size), heads_of_rank(config, rank)
+    same = [one for one in range(size) if heads_of_rank(config, one) == heads]
+    return same.index(rank), len(same)
 
 
 def total_heads(config: Any) -> int:

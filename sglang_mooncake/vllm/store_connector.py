@@ -23,7 +23,7 @@ import torch
 from kvstore.objects.changes import Keys
 from kvstore.store import Store
 from sglang_mooncake.context import engine_label
-from sglang_mooncake.vllm.facts import block_tokens, check_server, signature_of
+from sglang_mooncake.vllm.facts import block_tokens, check_server, share_of_rank, signature_of
 from sglang_mooncake.vllm.kernels import cache_tensors, kernel_of, plain
 from sglang_mooncake.vllm.options import Options
 from sglang_mooncake.vllm.page_map import PageMap
@@ -163,9 +163,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._device = tensors[0].device
         for storage in {one.untyped_storage().data_ptr(): one for one in tensors}.values():
             self._register(storage.untyped_storage())
-        self._worker = StoreWorker(
-            self._store, pages, signature.digest, self._options.load_timeout_s
-        )
+        share = share_of_rank(self._vllm_config, rank)
+        timeout_s = self._options.load_timeout_s
+        self._worker = StoreWorker(self._store, pages, signature.digest, timeout_s, share)
         self._ranks = [RankPages(signature.digest, pages.page_bytes)]
         logger.info("the store holds this rank's pages: %s", signature)
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import te
 from kvstore.client.deadline import Deadline
+from kvstore.client.placement import share_of
 from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.vllm.lane import Lane
@@ -42,9 +43,16 @@ class StoreWorker:
     in ``preempted`` and ``close``."""
 
     def __init__(
-        self, store: Store, pages: PageMap, signature: bytes, load_timeout_s: float
+        self,
+        store: Store,
+        pages: PageMap,
+        signature: bytes,
+        load_timeout_s: float,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        """``pages`` lie in memory that is registered with the store."""
+        """``pages`` lie in memory that is registered with the store. ``share``: which part of them
+        this rank stores, and of how many."""
+        self._share = share
         self._store, self._pages, self._signature = store, pages, signature
         self._load_timeout_s = load_timeout_s
         self._lock = threading.Lock()
@@ -180,8 +188,9 @@ class StoreWorker:
             self._save_under_way = work.request_id, deadline
         for event in ready:
             event.synchronize()
-        pieces = self._pages.pieces(work.blocks)
-        outcomes = self._store.put(work.keys, self._signature, pieces, deadline=deadline)
+        mine = share_of(work.keys, *self._share)
+        pieces = self._pages.pieces([work.blocks[row] for row in mine.tolist()])
+        outcomes = self._store.put(work.keys[mine], self._signature, pieces, deadline=deadline)
         lost = Counter(one.value for one in outcomes if one not in STORED)
         if lost:
             logger.warning(

@@ -11,7 +11,7 @@ import pytest
 from cpu_serving.model import make_model
 from vllm_makers import caches, mixed_caches, server
 
-from sglang_mooncake.vllm.facts import check_server, heads_of_rank, signature_of
+from sglang_mooncake.vllm.facts import check_server, heads_of_rank, share_of_rank, signature_of
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 
 GROUPS = caches("FullAttentionSpec")
@@ -78,10 +78,18 @@ def test_ranks_have_the_heads_that_they_compute(
 ) -> None:
     config = server(model_config__heads=heads, parallel_config__tensor_parallel_size=size)
     assert [heads_of_rank(config, rank) for rank in range(size)] == expected
+    shares = [share_of_rank(config, rank) for rank in range(size)]
+    assert len(set(zip(expected, shares, strict=True))) == size, "each stores other pages"
+    assert sum(1 / parts for _, parts in shares) == len(set(expected)), "and all of them do"
 
 
 def test_every_rank_has_all_of_a_latent() -> None:
     assert heads_of_rank(server(model_config__use_mla=True), 1) == (0, 0)
+
+
+def test_of_a_latent_every_rank_stores_its_share() -> None:
+    config = server(model_config__use_mla=True, parallel_config__tensor_parallel_size=8)
+    assert [share_of_rank(config, rank) for rank in range(8)] == [(rank, 8) for rank in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,13 @@ def _group(spec: Any) -> Any:
 class Rank:
     """A worker with a KV cache of its own: shape (layers, blocks, bytes)."""
 
-    def __init__(self, directory: Path, memory: int, signature: bytes = SIGNATURE) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        memory: int,
+        signature: bytes = SIGNATURE,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self.cache = np.zeros((LAYERS, BLOCKS, BLOCK_BYTES), np.uint8)
         tensors = [
             CacheTensor(layer.ctypes.data, layer.shape, (BLOCK_BYTES, 1), 1) for layer in self.cache
@@ -129,7 +135,7 @@ class Rank:
         self.store.register(self.cache.reshape(-1))
         self.pages = PageMap(tensors, BLOCKS)
         self.signature = signature
-        self.worker = StoreWorker(self.store, self.pages, signature, TIMEOUT_S)
+        self.worker = StoreWorker(self.store, self.pages, signature, TIMEOUT_S, share)
 
     def __enter__(self) -> Self:
         return self

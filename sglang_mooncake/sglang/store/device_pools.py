@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from kvstore.objects.changes import Keys
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.signatures import PoolFacts, facts_by_rank, heads_of_rank
 
-__all__ = ["DevicePool", "facts_of", "pools_of", "share_of"]
+__all__ = ["DevicePool", "facts_of", "pools_of"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,6 @@ class DevicePool:
             return 0, 1
         parallel = get_parallel()
         return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
-
-
-def share_of(keys: Keys, part: int, parts: int) -> npt.NDArray[np.intp]:
-    """The rows of the keys that belong to a part; keys are digests, so that parts are equal."""
-    return np.flatnonzero(keys[:, 0].astype(np.intp) % parts == part)
 
 
 def pools_of(kvcache: Any, page_size: int) -> list[DevicePool]:

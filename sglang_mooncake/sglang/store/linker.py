@@ -31,6 +31,7 @@ from sglang.srt.utils import get_device_module
 from sglang.version import __version__
 
 from kvstore.client.deadline import Deadline
+from kvstore.client.placement import share_of
 from kvstore.loading import Load
 from kvstore.objects.changes import Keys, keys_of_hex
 from kvstore.objects.outcomes import Put
@@ -41,7 +42,6 @@ from sglang_mooncake.sglang.store.device_pools import (
     DevicePool,
     facts_of,
     pools_of,
-    share_of,
 )
 from sglang_mooncake.sglang.store.figures import open_exporter, store_label
 from sglang_mooncake.sglang.store.forwards import Forwards
