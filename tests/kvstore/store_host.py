@@ -95,9 +95,10 @@ class User:
         self.owner = int(words[1])
 
     def kill(self) -> None:
-        """With its whole process group, as who ends a server does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        """With its whole process group, as who ends a server does. Idempotent."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
 
 
 def main() -> None:

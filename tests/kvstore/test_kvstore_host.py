@@ -36,6 +36,20 @@ from kvstore.store import Store
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def start_user(directory: Path) -> Iterator[Callable[[], User]]:
+    """Starts processes that use the host's owner."""
+    started: list[User] = []
+
+    def start() -> User:
+        started.append(User(directory))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
 @pytest.fixture(autouse=True)
 def ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
@@ -94,14 +108,16 @@ def store_all(store: Store) -> set[Put]:
     return set(store.put(KEYS, SIG, filled(store).pieces))
 
 
-def test_nothing_ties_the_owner_to_the_one_that_has_started_it(directory: Path) -> None:
+def test_nothing_ties_the_owner_to_the_one_that_has_started_it(
+    directory: Path, start_user: Callable[[], User]
+) -> None:
     marked = os.open(directory, os.O_RDONLY)
     os.set_inheritable(marked, True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        user = User(directory)
+        user = start_user()
     finally:
         os.sched_setaffinity(0, cores)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
