@@ -57,7 +57,7 @@ def differences(mine: Mapping[str, Any], has: Mapping[str, Any]) -> str:
     the same."""
     other = [name for name in WISHES if mine.get(name) != has.get(name)]
     if has.get("linger_s") == math.inf:  # An operator's is nothing to wonder about.
-        other.remove("linger_s")
+        other = [name for name in other if name != "linger_s"]
     return ", ".join(f"{name}={has.get(name)!r} instead of {mine.get(name)!r}" for name in other)
 
 

@@ -180,6 +180,9 @@ def test_settings_that_differ_are_named() -> None:
         " disk_size=1073741824 instead of 0"
     )
     assert agreement.differences(has, has) == ""
+    operators = has | {"linger_s": math.inf}
+    assert agreement.differences(has, operators) == "", "nothing to wonder about"
+    assert agreement.differences(operators, operators) == ""
     assert agreement.wished(mine, has) == replace(
         mine, memory=1 << 24, disk=Path("/d"), disk_size=1 << 30
     )
