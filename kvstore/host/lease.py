@@ -34,6 +34,7 @@ from kvstore.host.messages import (
 from kvstore.host.place import Place, check_user
 from kvstore.host.starting import Starting
 from kvstore.protocol.messages import VERSION
+from kvstore.protocol.rate_limited_log import RateLimitedLog
 
 __all__ = ["Lease", "Refusal"]
 
@@ -86,6 +87,7 @@ class Lease:
         self._is_service = False
         self._is_closing = False
         self._said = ""
+        self._unable = RateLimitedLog(logger)
         #: Of the owner that was joined last; 0: none yet.
         self.pid = 0
         #: Is called in the thread when another owner has been joined.
@@ -152,17 +154,28 @@ class Lease:
                 if why:
                     raise Refusal(why)
         if self._starting is None and not self._is_service:
-            lock = self._place.lock()
-            if lock is not None:
-                try:
-                    self._starting = Starting(agreement.wished(self._config, self._was), lock)
-                finally:
-                    lock.close()  # The owner has it.
+            try:
+                self._start()
+            except OSError as exc:  # Such as too many open files.
+                self._said = f" ({exc})"
+                self._unable.warn("the owner of this host's store cannot be started: %s", exc)
         return False
+
+    def _start(self) -> None:
+        """If this process gets the lock. ``OSError``."""
+        lock = self._place.lock()
+        if lock is not None:
+            try:
+                self._starting = Starting(agreement.wished(self._config, self._was), lock)
+            finally:
+                lock.close()  # The owner has it.
 
     def _join(self, timeout_s: float) -> None:
         """``_Gone``, ``Refusal``."""
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        except OSError as exc:  # Too many open files.
+            raise _Gone(str(exc)) from exc
         fds: list[int] = []
         try:
             line.connect(str(self._place.socket))
@@ -235,9 +248,6 @@ class Lease:
                 except Refusal as exc:
                     attempts.refused()
                     logger.warning("the store of this host is not used: %s", exc)
-                except OSError as exc:  # Such as too many open files.
-                    attempts.refused()
-                    logger.warning("the owner of this host's store cannot be joined: %s", exc)
                 self._wait(None, attempts.pause_s(time.monotonic()))
 
     def _wait_for_end(self, line: socket.socket) -> None:

@@ -21,7 +21,7 @@ RUSH_S: Final = 2.0
 """So long after an owner's end it is looked for all the time."""
 RUSH_PAUSE_S: Final = 0.02
 PAUSE_S: Final = 1.0
-PAUSE_S_MAX: Final = 60.0
+PAUSE_S_MAX: Final = 10.0
 
 
 class Presence:

@@ -5,6 +5,7 @@ that it stays when that one ends, or is killed with all its children."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvstore.host.place import Lock
 __all__ = ["STARTED", "Starting"]
 
 REPORT_BYTES_MAX: Final = 16 << 10
+FORK_TIMEOUT_S: Final = 30.0
 STARTED: Final = b"started\n"
 """What a process reports last that has started; else its report is why it could not."""
 
@@ -58,7 +60,11 @@ class Starting:
                 start_new_session=True,
                 pass_fds=[lock.fd],
             ) as process:
-                process.communicate(agreement.to_bytes(config))
+                try:
+                    process.communicate(agreement.to_bytes(config), FORK_TIMEOUT_S)
+                except subprocess.TimeoutExpired as exc:
+                    process.kill()
+                    raise OSError(errno.ETIMEDOUT, "the new process does not begin") from exc
         except BaseException:
             os.close(read_fd)
             raise

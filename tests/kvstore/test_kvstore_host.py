@@ -412,3 +412,17 @@ def test_the_report_of_a_process_that_ends_without_a_word(
     monkeypatch.setattr(starting, "_CODE", "")
     with pytest.raises(Refusal, match="ended without a word"):
         Store(shared(directory))
+
+
+def test_a_server_that_cannot_start_a_process_serves(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(starting.sys, "executable", "/nobody/python")
+    with Store(shared(directory)) as store:
+        assert "No such file or directory: '/nobody/python'" in caplog.text
+        assert not store.exists(KEYS, SIG, NBYTES).any()
+        monkeypatch.undo()
+        until(lambda: store._lease.is_joined)  # type: ignore[union-attr]
+        until(store._owners.usable)
+        put_all(store)
