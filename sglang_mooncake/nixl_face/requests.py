@@ -15,7 +15,13 @@ from typing import Final
 import te
 from sglang_mooncake.nixl_face.life import Event, Life, after, check_asked
 from sglang_mooncake.nixl_face.links import Job
-from sglang_mooncake.nixl_face.names import NotFound, RemoteDisconnect, RepostActive, Status
+from sglang_mooncake.nixl_face.names import (
+    Backend,
+    NotFound,
+    RemoteDisconnect,
+    RepostActive,
+    Status,
+)
 from sglang_mooncake.nixl_face.remotes import Remote
 from sglang_mooncake.workers import Workers
 
@@ -76,6 +82,7 @@ class Request:
         Raises:
             nixlRepostActiveError, nixlNotFoundError: see `life.after`.
             nixlRemoteDisconnectError: as `status`.
+            nixlBackendError: see `links.Link.send`.
         """
         began_s = time.monotonic()
         with self._lock:
@@ -83,7 +90,11 @@ class Request:
             self._transfer, self._problem = None, ""
             self._message = message or self._message
             self._posted_s, self._started_us = began_s, time.time_ns() // 1000
-        self._link.send(self)
+        try:
+            self._link.send(self)
+        except Backend as exc:
+            self.fail(exc)  # It can be posted again.
+            raise
         self._post_s = time.monotonic() - began_s
         return self.status()
 
@@ -219,7 +230,9 @@ class Request:
             transfer.cancel()
         except te.FenceTimeout as exc:
             logger.warning("nixl over te: %s", exc)
-            self._workers.submit(self._quiet)
+            if not self._workers.submit(self._quiet):
+                with self._lock:
+                    self._ending = None  # Who asks after it tries again.
             return
         with self._lock:
             if self._transfer is transfer:

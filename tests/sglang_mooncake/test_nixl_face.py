@@ -13,7 +13,7 @@ from nixl_agents import agent, blocks, ended, messages, options, raises_until, r
 from te_far import wait_until
 
 import te
-from sglang_mooncake.nixl_face import Options
+from sglang_mooncake.nixl_face import Options, links
 from sglang_mooncake.nixl_face.api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from sglang_mooncake.nixl_face.names import (
     Backend,
@@ -365,6 +365,21 @@ def test_a_public_address_without_a_secret_is_refused() -> None:
     )
     with pytest.raises(Backend, match="start with INSECURE=1"):
         agent("a", None, at_large)
+
+
+def test_a_post_for_which_there_is_no_room_can_be_made_again(pair, monkeypatch) -> None:
+    a, b = pair
+    here, there = registered(a, KIB), registered(b, KIB, seed=4)
+    a.add_remote_agent(b.get_agent_metadata())
+    handle = handle_of(a, "READ", here, there)
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "WAITING_MAX", 0)
+        with pytest.raises(Backend, match="wait for this peer"):
+            a.transfer(handle)
+    assert a.check_xfer_state(handle) == "ERR"
+    a.transfer(handle)
+    assert ended(a, handle) == "DONE"
+    np.testing.assert_array_equal(here, there)
 
 
 def test_a_post_while_it_goes_on_is_refused(pair) -> None:
