@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -219,7 +218,7 @@ def _serve(options: argparse.Namespace) -> int:
         if lock is None:
             serve_beside(config, told)
         else:
-            serve(config, place, lock, math.inf, told)
+            serve(config, place, lock, None, told)
     return 0
 
 

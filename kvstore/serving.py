@@ -47,11 +47,11 @@ def serve(
     config: Config,
     place: Place,
     lock: Lock,
-    linger_s: float,
+    linger_s: float | None,
     started: Callable[[Store], AbstractContextManager[None]],
 ) -> None:
     """Owns the store's memory until SIGTERM or SIGINT, or until nobody has used it for
-    ``linger_s``.
+    ``linger_s``; None: an operator has started it, and ends it.
 
     Args:
         config: with ``Config.memory``.
@@ -65,7 +65,8 @@ def serve(
     try:
         with _ended_by_signals(hosting.end):
             brought = hosting.adopt()
-            is_started = not math.isinf(linger_s)  # By a server.
+            is_started = linger_s is not None  # By a server.
+            stays_s = math.inf if linger_s is None else linger_s
             if brought is not None:
                 config = agreement.wished(config, brought.was)
             with contextlib.ExitStack() as stack:
@@ -74,7 +75,7 @@ def serve(
                     memory = _memory(config, brought)
                     stack.callback(memory.close)
                 store = stack.enter_context(Store(replace(config, owner="rank"), memory))
-                hosting.ready(agreement.wishes(replace(config, linger_s=linger_s)), memory)
+                hosting.ready(agreement.wishes(replace(config, linger_s=stays_s)), memory)
                 with started(store):
                     hosting.run()
                 is_left = hosting.users > 0

@@ -48,15 +48,15 @@ class Brought:
 class Hosting:
     """Listens for those who want to use the owner. For one thread; ``end`` for any."""
 
-    def __init__(self, place: Place, lock: Lock, pool: list[str], linger_s: float) -> None:
-        """``linger_s``: ``math.inf`` for an owner that an operator has started. ``OSError`` if it
+    def __init__(self, place: Place, lock: Lock, pool: list[str], linger_s: float | None) -> None:
+        """``linger_s``: None for an owner that an operator has started, and ends. ``OSError`` if it
         cannot listen."""
         self._place = place
         self._lock = lock
         self._pool = pool
-        self._is_service = math.isinf(linger_s)
+        self._is_service = linger_s is None
         now_s = time.monotonic()
-        self._presence = Presence(linger_s, now_s)
+        self._presence = Presence(math.inf if linger_s is None else linger_s, now_s)
         # An operator's owner keeps its memory for itself, or in a file.
         self._adoption = Adoption("" if self._is_service else lock.memory(), now_s)
         self._brought: Brought | None = None

@@ -210,6 +210,15 @@ def test_the_next_owner_has_all_that_the_last_one_had(directory: Path) -> None:
         del put
 
 
+def test_an_owner_that_is_to_stay_for_ever_is_not_an_operator_s(directory: Path) -> None:
+    with Store(shared(directory, linger_s=math.inf)) as store:
+        put_all(store)
+        first = pid_of(store)
+        kill(first)
+        until(lambda: pid_of(store) != first, "another one is started")
+        until(lambda: has_all(store), "with its memory")
+
+
 def test_two_servers_go_on_while_owners_are_killed(directory: Path) -> None:
     """Under load: nothing raises, what comes is right, and hits go on."""
     over = threading.Event()
@@ -252,7 +261,7 @@ def test_whoever_starts_the_next_owner_it_gets_the_memory_of_who_holds_it(
     left = MemoryFile.make(1 * MIB)
     left.buffer[:5] = b"bytes"
     lock.note(left.name)
-    hosting = Hosting(place, lock, agreement.pool(config(directory)), math.inf)
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), None)
     hosting.close(is_left=True)
     assert lock.memory() == left.name
     hosting = Hosting(place, lock, agreement.pool(config(directory)), 600.0)
