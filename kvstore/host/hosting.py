@@ -46,7 +46,7 @@ class Brought:
 
 
 class Hosting:
-    """Listens for those who want to use the owner. For one thread; ``end`` for any."""
+    """Listens for those who want to use the owner. For one thread, apart from ``end``."""
 
     def __init__(self, place: Place, lock: Lock, pool: list[str], linger_s: float | None) -> None:
         """``linger_s``: None for an owner that an operator has started, and ends. ``OSError`` if it
@@ -132,9 +132,11 @@ class Hosting:
         return len(self._presence)
 
     def end(self) -> None:
-        """Ends ``adopt`` and ``run``. From any thread, and from a signal's handler."""
+        """Ends ``adopt`` and ``run``. From a signal's handler, also behind ``close``: then something
+        else may have the descriptor's number. From other threads before ``close`` alone."""
         self._is_ending = True
-        os.eventfd_write(self._wake_fd, 1)
+        if not self._is_closed:
+            os.eventfd_write(self._wake_fd, 1)
 
     # -- one turn
 

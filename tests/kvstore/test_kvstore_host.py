@@ -304,6 +304,23 @@ def test_whoever_starts_the_next_owner_it_gets_the_memory_of_who_holds_it(
         wrong.close()
 
 
+def test_a_second_signal_writes_to_nothing_else(directory: Path) -> None:
+    """While an owner writes to its disk behind its end, files get the numbers of descriptors."""
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    hosting = Hosting(place, lock, [], None)
+    hosting.close(is_left=False)
+    fds = [os.memfd_create("segment") for _ in range(8)]
+    try:
+        hosting.end()
+        assert [os.fstat(fd).st_size for fd in fds] == [0] * 8
+    finally:
+        for fd in fds:
+            os.close(fd)
+        lock.close()
+
+
 def dial(place: Place) -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.settimeout(TIMEOUT_S)
