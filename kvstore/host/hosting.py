@@ -186,7 +186,8 @@ class Hosting:
                 os.close(one)
 
     def _asked(self, line: socket.socket, join: Join, fds: list[int]) -> None:
-        if join.version == VERSION and self._adoption.wants(join.memory) and fds:
+        is_ours = join.version == VERSION and not agreement.refusal(self._pool, join.pool)
+        if is_ours and self._adoption.wants(join.memory) and fds:
             self._adoption.took()
             self._brought = Brought(os.dup(fds[0]), join.memory, join.was)
         if self._has is None:

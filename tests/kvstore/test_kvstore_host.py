@@ -342,6 +342,30 @@ def receive(line: socket.socket) -> tuple[Message, list[int]]:
     return decode(raw), list(fds)
 
 
+def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
+    """A server with another secret may be the first that starts an owner after the last one's
+    death."""
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    left = MemoryFile.make(1 * MIB)
+    lock.note(left.name)
+    hosting = Hosting(place, lock, ["another"], 600.0)
+    line = dial(place)
+    try:
+        send(line, join(directory, left.name), [left.readable_fd])
+        assert hosting.adopt() is None
+        hosting.ready({}, None)
+        answer, fds = receive(line)
+        assert isinstance(answer, Refused)
+        assert not fds
+    finally:
+        line.close()
+        hosting.close(is_left=False)
+        lock.close()
+        left.close()
+
+
 def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
     memory = MemoryFile.make(1 * MIB)
     with pytest.raises(ValueError, match="has 1048576 bytes, and 2097152 are needed"):
