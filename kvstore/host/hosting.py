@@ -132,8 +132,8 @@ class Hosting:
         return len(self._presence)
 
     def end(self) -> None:
-        """Ends ``adopt`` and ``run``. From a signal's handler, also behind ``close``: then something
-        else may have the descriptor's number. From other threads before ``close`` alone."""
+        """Ends ``adopt`` and ``run``. From a signal's handler, also behind ``close``: the number of
+        the descriptor may be a file's then. From other threads before ``close`` alone."""
         self._is_ending = True
         if not self._is_closed:
             os.eventfd_write(self._wake_fd, 1)

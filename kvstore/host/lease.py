@@ -130,7 +130,8 @@ class Lease:
         while not deadline.is_over:
             if self._try(deadline.left_s):
                 return
-            self._wait(None, min(attempts.pause_s(time.monotonic()), deadline.left_s))
+            pause_s = attempts.pause_s(time.monotonic(), is_awaited=self._starting is not None)
+            self._wait(None, min(pause_s, deadline.left_s))
         logger.warning(
             "the owner of this host's store does not answer within %g s: nothing is stored or"
             " loaded until it does%s",
@@ -241,14 +242,18 @@ class Lease:
                 continue
             attempts = Attempts(time.monotonic())
             while not self._is_closing and self._line is None:
+                is_refused = False
                 try:
                     if self._try(JOIN_TIMEOUT_S):
                         self.on_join()
                         break
                 except Refusal as exc:
+                    is_refused = True
                     attempts.refused()
                     logger.warning("the store of this host is not used: %s", exc)
-                self._wait(None, attempts.pause_s(time.monotonic()))
+                is_holding = self._held is not None and not is_refused
+                is_awaited = is_holding or self._starting is not None
+                self._wait(None, attempts.pause_s(time.monotonic(), is_awaited=is_awaited))
 
     def _wait_for_end(self, line: socket.socket) -> None:
         self._wait(line)

@@ -22,6 +22,8 @@ RUSH_S: Final = 2.0
 RUSH_PAUSE_S: Final = 0.02
 PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 10.0
+AWAITED_PAUSE_S: Final = ADOPTION_S / 4
+"""So long at most pauses one that a new owner waits for, or that has started one."""
 
 
 class Presence:
@@ -81,7 +83,7 @@ class Adoption:
 
 class Attempts:
     """When a process that lost the owner, or never reached it, tries again: all the time at first,
-    then each second, then less and less often."""
+    then each second, then less and less often, unless a new owner would wait for it."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
@@ -91,10 +93,13 @@ class Attempts:
         """An owner is there, and wants nothing of this process: that does not change soon."""
         self._since_s = -math.inf
 
-    def pause_s(self, now_s: float) -> float:
-        """To wait before the next attempt; this one has failed."""
+    def pause_s(self, now_s: float, *, is_awaited: bool = False) -> float:
+        """To wait before the next attempt; this one has failed. ``is_awaited``: this process has
+        the memory of the last owner, or has started the next one."""
         if now_s - self._since_s < RUSH_S:
             return RUSH_PAUSE_S
+        if is_awaited:
+            return AWAITED_PAUSE_S
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, PAUSE_S_MAX)
         return pause_s

@@ -23,7 +23,7 @@ from store_host import User, end_all, is_alive, kill, pid_of, pids, shared
 from store_makers import SIG, TIMEOUT_S, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
-from kvstore.host import agreement, lease, starting
+from kvstore.host import agreement, lease, lifetime, starting
 from kvstore.host.hosting import Brought, Hosting
 from kvstore.host.lease import Lease, Refusal
 from kvstore.host.messages import BYTES_MAX, Join, Joined, Message, Refused, decode, encode
@@ -214,6 +214,20 @@ def test_an_owner_that_is_to_stay_for_ever_is_not_an_operator_s(directory: Path)
     with Store(shared(directory, linger_s=math.inf)) as store:
         put_all(store)
         first = pid_of(store)
+        kill(first)
+        until(lambda: pid_of(store) != first, "another one is started")
+        until(lambda: has_all(store), "with its memory")
+
+
+def test_a_next_owner_that_starts_late_gets_the_memory_too(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one may have kept the lock while it wrote to a disk."""
+    with Store(shared(directory)) as store:
+        put_all(store)
+        first = pid_of(store)
+        monkeypatch.setattr(lifetime, "RUSH_S", 0.0)
+        monkeypatch.setattr(lifetime, "PAUSE_S", 1000.0)
         kill(first)
         until(lambda: pid_of(store) != first, "another one is started")
         until(lambda: has_all(store), "with its memory")

@@ -52,6 +52,7 @@ def test_a_lost_owner_is_looked_for_at_once_and_then_less_and_less() -> None:
     assert pauses == sorted(pauses)
     assert pauses[0] < 0.05
     assert pauses[-1] == 10.0
+    assert attempts.pause_s(now_s, is_awaited=True) < ADOPTION_S, "or its memory was lost"
     refused = Attempts(0.0)
     refused.refused()
     assert refused.pause_s(0.0) == 1.0
