@@ -39,8 +39,9 @@ class LargeObjects:
     def exists(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.bool_]:
         """Whether all parts are stored. See ``Store.exists``."""
         found = np.ones(len(keys), np.bool_)
-        for number, first, end in self._parts(nbytes):
-            found &= self._store.exists(_part_keys(keys, number), signature, end - first)
+        for first, end in self._parts(nbytes):
+            part_keys = _part_keys(keys, nbytes, first, end)
+            found &= self._store.exists(part_keys, signature, end - first)
         return found
 
     def sizes(self, keys: Keys, signature: bytes, timeout_s: float = 5.0) -> npt.NDArray[np.int64]:
@@ -97,8 +98,8 @@ class LargeObjects:
     def remove(self, keys: Keys, signature: bytes, nbytes: int) -> list[Removed]:
         """See ``Store.remove``; ``nbytes``: the size of each."""
         outcomes = self._store.remove(keys, _of_sizes(signature))  # First, as it is put last.
-        for number, _, _ in self._parts(nbytes):
-            some = self._store.remove(_part_keys(keys, number), signature)
+        for first, end in self._parts(nbytes):
+            some = self._store.remove(_part_keys(keys, nbytes, first, end), signature)
             outcomes = [max(both, key=_TELLING) for both in zip(outcomes, some, strict=True)]
         return outcomes
 
@@ -112,22 +113,25 @@ class LargeObjects:
         """Part by part, those of objects of which one has failed are left out. ``good``: outcomes
         that are no failure; of an object the last one of them counts that a part has had."""
         outcomes = [good[0]] * len(keys)
-        for number, first, end in self._parts(pieces.object_bytes):
+        for first, end in self._parts(pieces.object_bytes):
             rows = [row for row, one in enumerate(outcomes) if one in good]
-            some = do(_part_keys(keys[rows], number), pieces.cut(first, end).of(rows))
+            part_keys = _part_keys(keys[rows], pieces.object_bytes, first, end)
+            some = do(part_keys, pieces.cut(first, end).of(rows))
             for row, one in zip(rows, some, strict=True):
                 if one not in good or good.index(one) > good.index(outcomes[row]):
                     outcomes[row] = one
         return outcomes
 
-    def _parts(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """The number of each, and its bytes."""
-        for number, first in enumerate(range(0, nbytes, self._part_bytes)):
-            yield number, first, min(first + self._part_bytes, nbytes)
+    def _parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """The bytes of each."""
+        for first in range(0, nbytes, self._part_bytes):
+            yield first, min(first + self._part_bytes, nbytes)
 
 
-def _part_keys(keys: Keys, number: int) -> Keys:
-    named = number.to_bytes(8, "little")
+def _part_keys(keys: Keys, nbytes: int, first: int, end: int) -> Keys:
+    """Of these bytes of objects of so many. Objects of another size have no part in common with
+    them, nor have those that somebody else has cut otherwise."""
+    named = b"".join(one.to_bytes(8, "little") for one in (nbytes, first, end))
     return keys_of_digests([hashlib.blake2b(one.tobytes() + named).digest() for one in keys])
 
 

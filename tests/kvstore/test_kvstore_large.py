@@ -69,6 +69,24 @@ def test_one_part_that_is_missing_is_a_miss(owner: Store) -> None:
     assert large.get(KEYS, SIG, room.pieces) == [Got.MISSING, Got.RIGHT]
 
 
+@pytest.mark.parametrize("other_bytes", [NBYTES - 1, NBYTES])
+@pytest.mark.parametrize("other_part", [PART, 2 * PART])
+def test_parts_of_another_size_are_never_taken_for_one_s_own(
+    owner: Store, other_bytes: int, other_part: int
+) -> None:
+    """Under the same key lies an object of another size, or one that somebody has cut otherwise."""
+    other = filled(owner, 1, other_bytes, seed=4 if other_bytes != NBYTES else 0)
+    large = LargeObjects(owner, PART)
+    large_other = LargeObjects(owner, other_part)
+    assert large_other.put(KEYS[:1], SIG, other.pieces) == [Put.STORED]
+    is_same = (other_bytes, other_part) == (NBYTES, PART)
+    room, back = filled(owner, 1, NBYTES), Room(owner, 1, NBYTES)
+    assert large.exists(KEYS[:1], SIG, NBYTES).tolist() == [is_same]
+    large.put(KEYS[:1], SIG, room.pieces)
+    assert large.get(KEYS[:1], SIG, back.pieces) == [Got.RIGHT]
+    assert (back.bytes == contents(1, NBYTES)).all()
+
+
 def test_none_of_them_is_none(owner: Store) -> None:
     large = LargeObjects(owner, PART)
     nothing = Pieces(np.zeros((0, 1), np.uint64), np.array([NBYTES]))
