@@ -108,7 +108,9 @@ class Config:
         for one in dataclasses.fields(self):
             if one.name not in ("engine", "keys"):
                 value = typed(one.name, getattr(self, one.name), str(one.type))
-                object.__setattr__(self, one.name, value)  # A text becomes a path.
+                # A text becomes a path, and the process that owns the memory has another directory.
+                path = value.absolute() if isinstance(value, Path) else value
+                object.__setattr__(self, one.name, path)
         for name in SIZES:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be ≥ 0")

@@ -78,6 +78,7 @@ def test_a_value_of_another_kind_is_named_where_python_makes_the_settings(
     with pytest.raises(ValueError, match=rf"^{one.name}=.* must be a?"):
         Config(**{one.name: object()})
     assert Config(directory="/run/x").directory == Path("/run/x")  # type: ignore[arg-type]
+    assert Config(directory=Path("x")).directory == Path.cwd() / "x", "wherever it is used"
 
 
 def test_right_settings_are_taken() -> None:
