@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import struct
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -35,11 +36,14 @@ def check_user(line: socket.socket) -> None:
 
 
 class Lock:
-    """The right to be the owner. It ends with the last process that has its descriptor."""
+    """The right to be the owner. It ends with the last process that has its descriptor: those that
+    this one forks or starts do not, unless it is passed to them."""
 
     def __init__(self, fd: int) -> None:
         """``fd``: of the lock's file, locked."""
         self.fd: Final = fd
+        os.set_inheritable(fd, False)
+        _held.add(self)
 
     def memory(self) -> str:
         """The name of the memory that an owner had, which did not end by itself; empty if there is
@@ -54,7 +58,20 @@ class Lock:
 
     def close(self) -> None:
         """This process does not need it any more."""
+        _held.discard(self)
         os.close(self.fd)
+
+
+_held: Final = weakref.WeakSet[Lock]()
+
+
+def _let_go() -> None:
+    """In a process that another thread has forked meanwhile: it may outlive the owner."""
+    for one in list(_held):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Place:

@@ -131,8 +131,12 @@ def test_nothing_ties_the_owner_to_the_one_that_has_started_it(
     assert int(status["PPid"]) not in (user.process.pid, os.getpid())
     assert os.getsid(owner) not in (os.getsid(0), os.getsid(user.process.pid))
     assert Path(f"/proc/{owner}/cwd").readlink() == Path("/")
-    links = [str(one.readlink()) for one in Path(f"/proc/{owner}/fd").iterdir()]
+    names = [one.name for one in Path(f"/proc/{owner}/fd").iterdir()]
+    links = [str(Path(f"/proc/{owner}/fd/{one}").readlink()) for one in names]
     assert links.count(str(directory)) == 2, "its own two locks of the directory, and no more"
+    (number,) = (i for i, one in enumerate(links) if one == str(directory / "owner.lock"))
+    flags = Path(f"/proc/{owner}/fdinfo/{names[number]}").read_text().split()[3]
+    assert int(flags, 8) & os.O_CLOEXEC, "what it starts does not get the lock"
     user.kill()
     with Store(shared(directory)) as store:
         assert pid_of(store) == owner
@@ -378,6 +382,33 @@ def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
         hosting.close(is_left=False)
         lock.close()
         left.close()
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(directory: Path) -> None:
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(write)
+        os.read(read, 1)  # Until the test has ended.
+        os._exit(0)
+    try:
+        assert place.lock() is None
+        lock.close()
+        until(lambda: not holds(pid, directory / "owner.lock"), "the child has begun")
+        again = place.lock()
+        assert again is not None
+        again.close()
+    finally:
+        os.close(write)
+        os.waitpid(pid, 0)
+        os.close(read)
+
+
+def holds(pid: int, path: Path) -> bool:
+    return str(path) in [str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()]
 
 
 def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
