@@ -272,9 +272,14 @@ class Store:
         """Removes objects from every owner that can be used; blocks. One outcome for each key.
 
         Waits ``Config.request_timeout_s`` for all owners together, for each ``CLAIM_OBJECTS_MAX``
-        keys. All outcomes are ``UNREACHABLE`` if an owner that is known could not be asked.
+        keys. All outcomes are ``UNREACHABLE`` if an owner that is known could not be asked, or
+        the host has none at the moment (``Config.owner``).
         """
-        return self._managing.remove(keys, signature)
+        lease = self._lease
+        # The next owner of the host takes over what the last one had.
+        is_asked = lease is None or (lease.is_joined and bool(self._owners.usable()))
+        outcomes = self._managing.remove(keys, signature)
+        return outcomes if is_asked else [Removed.UNREACHABLE] * len(keys)
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature from every owner that can be used, and returns how

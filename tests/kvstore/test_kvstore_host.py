@@ -29,7 +29,7 @@ from kvstore.host.lease import Lease, Refusal
 from kvstore.host.messages import BYTES_MAX, Join, Joined, Message, Refused, decode, encode
 from kvstore.host.place import Place
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
@@ -517,6 +517,8 @@ def test_a_server_that_cannot_start_a_process_serves(
     with Store(shared(directory)) as store:
         assert "No such file or directory: '/nobody/python'" in caplog.text
         assert not store.exists(KEYS, SIG, NBYTES).any()
+        removed = store.remove(KEYS, SIG)
+        assert removed == [Removed.UNREACHABLE] * N, "whoever holds them brings them back"
         monkeypatch.undo()
         until(lambda: store._lease.is_joined)  # type: ignore[union-attr]
         until(store._owners.usable)
