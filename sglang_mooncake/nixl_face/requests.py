@@ -80,11 +80,13 @@ class Request:
         """Begins it; ``message``, unless empty, is what is announced from now on.
 
         Raises:
-            nixlRepostActiveError, nixlNotFoundError: see `life.after`.
+            nixlRepostActiveError, nixlNotFoundError: see `life.after`; or the agent was removed.
             nixlRemoteDisconnectError: as `status`.
             nixlBackendError: see `links.Link.send`.
         """
         began_s = time.monotonic()
+        if self._remote.is_removed:  # Who is told so takes it that nothing moves.
+            raise self._removed()
         with self._lock:
             self._life = after(self._life, Event.POST)
             self._transfer, self._problem = None, ""
@@ -120,7 +122,7 @@ class Request:
         if life is Life.DONE:
             return Status.NIXL_SUCCESS
         if self._remote.is_removed:
-            raise NotFound(f"the agent {self._remote.name!r} was removed")
+            raise self._removed()
         return Status.NIXL_IN_PROG
 
     def release(self) -> None:
@@ -176,6 +178,9 @@ class Request:
                 self._end(Event.FAILED, str(problem))
 
     # -- its end
+
+    def _removed(self) -> NotFound:
+        return NotFound(f"the agent {self._remote.name!r} was removed")
 
     def _told(self, transfer: te.Transfer) -> None:
         self._ended(transfer)

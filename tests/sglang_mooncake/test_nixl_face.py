@@ -382,6 +382,26 @@ def test_a_post_for_which_there_is_no_room_can_be_made_again(pair, monkeypatch) 
     np.testing.assert_array_equal(here, there)
 
 
+def test_nothing_is_posted_to_an_agent_that_was_removed(pair) -> None:
+    """What raises moves nothing: the peer may have given the memory to somebody else."""
+    a, b = pair
+    here, there = registered(a, KIB, seed=3), registered(b, KIB)
+    a.add_remote_agent(b.get_agent_metadata())
+    handle, other = (handle_of(a, "WRITE", here, there) for _ in range(2))
+    a.transfer(other)
+    assert ended(a, other) == "DONE"
+    there[:] = 0
+    a.remove_remote_agent("b")
+    with pytest.raises(NotFound, match="was removed"):
+        a.transfer(handle)
+    with pytest.raises(NotPosted):
+        a.check_xfer_state(handle)
+    a.add_remote_agent(b.get_agent_metadata())
+    a.send_notif("b", b"behind it")
+    messages(b, 1)
+    assert there.tobytes() == bytes(KIB)
+
+
 def test_a_post_while_it_goes_on_is_refused(pair) -> None:
     a, b = pair
     here, there = registered(a, KIB), registered(b, KIB)
