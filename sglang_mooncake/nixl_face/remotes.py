@@ -34,7 +34,8 @@ class Remote:
         self.is_removed = False
         self._generation = -1
         self._ranges: npt.NDArray[np.uint64] = np.empty((0, 2), np.uint64)
-        self._cover: Cover | None = None
+        #: With the ranges that it is of: one thread may ask while another one learns.
+        self._cover: tuple[npt.NDArray[np.uint64], Cover] = (self._ranges, Cover(self._ranges))
 
     def learn(self, told: Metadata) -> None:
         """What it has registered. Of two whole accounts the later one holds, whichever came last;
@@ -45,13 +46,15 @@ class Remote:
             self._generation, self._ranges = told.generation, told.ranges
         else:
             self._ranges = np.unique(np.concatenate((self._ranges, told.ranges)), axis=0)
-        self._cover = None
 
     @property
     def cover(self) -> Cover:
-        if self._cover is None:
-            self._cover = Cover(self._ranges)
-        return self._cover
+        ranges = self._ranges
+        known, cover = self._cover
+        if known is not ranges:
+            cover = Cover(ranges)
+            self._cover = (ranges, cover)
+        return cover
 
 
 class Remotes:

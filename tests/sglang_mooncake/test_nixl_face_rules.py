@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mooncake.nixl_face import metadata
+from sglang_mooncake.nixl_face import metadata, remotes
 from sglang_mooncake.nixl_face.inbox import MESSAGE_BYTES_MAX, bytes_of, merge, packed, unpacked
 from sglang_mooncake.nixl_face.life import Event, Life, after, check_asked
 from sglang_mooncake.nixl_face.names import (
@@ -22,7 +24,9 @@ from sglang_mooncake.nixl_face.names import (
     RepostActive,
     Segment,
 )
+from sglang_mooncake.nixl_face.prepared import Columns, Cover
 from sglang_mooncake.nixl_face.registrations import Range, Registrations
+from sglang_mooncake.nixl_face.remotes import Remote
 
 DRAM = Segment.DRAM_SEG
 
@@ -122,6 +126,30 @@ def test_metadata_of_another_version_is_told_apart() -> None:
     other = data[: len(metadata.MAGIC)] + b"\x63" + data[len(metadata.MAGIC) + 1 :]
     with pytest.raises(Mismatch, match="version 63"):
         metadata.decode(other)
+
+
+def test_what_is_learnt_while_another_thread_asks_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote = Remote("b", ("id", 1), cast(Any, None))
+    old, new = (
+        metadata.decode(metadata.encode("b", b"card", True, generation, [at(64, nbytes)]))
+        for generation, nbytes in ((1, 8), (2, 16))
+    )
+    remote.learn(old)
+
+    def slow(ranges: Any) -> Cover:
+        monkeypatch.undo()
+        remote.learn(new)  # As another thread does meanwhile.
+        return Cover(ranges)
+
+    monkeypatch.setattr(remotes, "Cover", slow)
+    assert remote.cover.first_outside(columns(64, 8)) is None
+    assert remote.cover.first_outside(columns(64, 16)) is None
+
+
+def columns(address: int, nbytes: int) -> Columns:
+    return Columns(np.array([address], np.uint64), np.array([nbytes], np.uint64))
 
 
 @pytest.mark.parametrize("wrong", [at(1 << 62, 1 << 63), Range(9, 0, 1, 1)])  # type: ignore[arg-type]
