@@ -68,7 +68,12 @@ class Link:
             if stands or self._is_connecting:
                 return
             self._is_connecting = True
-        if not self._workers.submit(self._connect):
+        try:
+            accepted = self._workers.submit(self._connect)
+        except RuntimeError as exc:  # No thread can be started just now.
+            self._connected(None, Backend(str(exc)))
+            return
+        if not accepted:
             self._connected(None, Backend("too many connections are being made at once"))
 
     def drain(self) -> None:

@@ -140,6 +140,21 @@ def test_all_that_wait_hear_that_it_cannot_be_connected(link: Link, engine: Engi
     assert link.problem is None
 
 
+def test_a_connection_for_which_there_is_no_thread_is_tried_again(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*arguments: Any) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    first, second = Job(), Job()
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "submit", no_thread)
+        link.send(first)
+    assert isinstance(first.problem, Backend)
+    link.send(second)
+    wait_until(lambda: second.peer is not None, "the second has begun")
+
+
 def test_what_a_job_raises_is_its_own_end(link: Link) -> None:
     def raises(peer: Any) -> None:
         raise te.BoundsError("not registered")
