@@ -307,10 +307,10 @@ class Agent:
 
     def abandon(self, reqh: int) -> None:
         """For handles that go without having been released: it is, as soon as te has done with the
-        memory."""
-        request = self._requests.pop(reqh, None)
-        if request is not None:
-            request.abandon()
+        memory. Takes no lock; see `opened.Abandoned`."""
+        request, opened = self._requests.pop(reqh, None), self._opened
+        if request is not None and opened is not None:
+            opened.abandoned.put(request.abandon)
 
     def releasedDlistH(self, handle: int) -> Status:  # noqa: N802
         self._lists.pop(handle, None)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -91,6 +93,31 @@ class _Notification:
             self._then()
 
 
+class Abandoned:
+    """What is to be done for handles that have gone. A handle may go in the middle of any line, in
+    whichever thread collects garbage, and that thread may hold any lock: `put` takes none."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Has it called in a thread of its own. It must not wait."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Ends the thread, behind what was put before. Idempotent."""
+        self._calls.put(None)
+
+
+def _make(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except Exception:
+            logger.exception("nixl over te: a transfer that nobody wants any more goes on")
+
+
 class Opened:
     """Does not know the agent, so that the agent can go."""
 
@@ -102,6 +129,7 @@ class Opened:
         self.remotes: Final = Remotes(name, self._link)
         self._notices: Final = options.make_notices(engine)
         self._itself: Remote | None = None
+        self.abandoned: Final = Abandoned(f"nixl-gone-{engine.id[:8]}")
 
     @classmethod
     def open(cls, name: str, options: Options, devices: tuple[str, ...], threads: int) -> Opened:
@@ -159,6 +187,7 @@ class Opened:
 
     def close(self) -> None:
         """Fails what is under way. Idempotent."""
+        self.abandoned.close()
         self.workers.close()
         self.engine.close()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import uuid
 import weakref
 
@@ -15,6 +16,7 @@ from te_far import wait_until
 import te
 from sglang_mooncake.nixl_face import Options, links
 from sglang_mooncake.nixl_face.api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+from sglang_mooncake.nixl_face.life import Life
 from sglang_mooncake.nixl_face.names import (
     Backend,
     InvalidParam,
@@ -341,6 +343,25 @@ def test_a_transfer_goes_on_when_its_handle_is_dropped(pair) -> None:
     raises_until(lambda: a.deregister_memory(descs), Backend)
 
 
+def test_a_handle_may_go_in_the_middle_of_anything(pair) -> None:
+    """Whichever thread collects garbage may hold any lock."""
+    a, b = pair
+    here, there = registered(a, KIB), registered(b, KIB)
+    a.add_remote_agent(b.get_agent_metadata())
+    handles = [handle_of(a, "WRITE", here, there)]
+    request = a.agent._requests[handles[0].number]
+    a.transfer(handles[0])
+
+    def collects() -> None:
+        with a.agent._opened.workers._lock, request._lock:
+            handles.clear()
+
+    thread = threading.Thread(target=collects, daemon=True)
+    thread.start()
+    wait_until(lambda: not thread.is_alive(), "the thread goes on")
+    wait_until(lambda: request._life is Life.RELEASED, "it is released")
+
+
 def test_an_agent_that_goes_closes_its_engine() -> None:
     opened: list[te.Engine] = []
     given = options()
@@ -356,6 +377,11 @@ def test_an_agent_that_goes_closes_its_engine() -> None:
     assert reference() is None
     with pytest.raises(te.ClosedError):
         opened[0].card()
+    short_id = opened[0].id[:8]
+    wait_until(
+        lambda: not any(short_id in thread.name for thread in threading.enumerate()),
+        "its threads have ended",
+    )
 
 
 def test_a_public_address_without_a_secret_is_refused() -> None:
