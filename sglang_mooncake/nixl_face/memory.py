@@ -41,8 +41,7 @@ class Memory:
                     self._register(one)
                     done.append(one)
             except BaseException:
-                for one in reversed(done):
-                    self._deregister(one)
+                self._deregister(done)
                 raise
 
     def deregister(self, ranges: Sequence[Range]) -> None:
@@ -51,8 +50,8 @@ class Memory:
         Raises:
             nixlNotFoundError: one was not registered, as often as it is given back; nothing is
                 changed then.
-            nixlBackendError: a transfer still uses the memory, which must not be freed yet. Those
-                that are left can be deregistered again.
+            nixlBackendError: a transfer still uses the memory, which must not be freed yet. The
+                same call can be made again.
         """
         with self._lock:
             for one, count in Counter(ranges).items():
@@ -61,8 +60,7 @@ class Memory:
                         f"{one.nbytes} bytes at {one.address:#x} of {one.segment.name} and device"
                         f" {one.device} are not registered {count} times"
                     )
-            for one in ranges:
-                self._deregister(one)
+            self._deregister(ranges)
 
     def ranges(self) -> tuple[int, list[Range]]:
         """Their generation, and all registrations of now."""
@@ -97,8 +95,9 @@ class Memory:
             raise Backend(f"{one.nbytes} bytes at {one.address:#x}: {exc}") from exc
         self._known.add(one, made)
 
-    def _deregister(self, one: Range) -> None:
-        for region in self._known.freed(one):
+    def _deregister(self, ranges: Sequence[Range]) -> None:
+        freed = self._known.freed(*ranges)
+        for region in freed:
             if region in self._ended:
                 continue
             try:
@@ -106,5 +105,6 @@ class Memory:
             except te.Error as exc:
                 raise Backend(f"the memory must not be freed yet: {exc}") from exc
             self._ended.add(region)
-        self._ended.difference_update(self._known.freed(one))
-        self._known.remove(one)
+        self._ended.difference_update(freed)
+        for one in ranges:
+            self._known.remove(one)

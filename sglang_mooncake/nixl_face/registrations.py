@@ -96,14 +96,21 @@ class Registrations(Generic[Region]):
         self._known[one] += 1
         self.generation += 1
 
-    def freed(self, one: Range) -> list[Region]:
-        """The regions that nobody needs once it is given back. ``KeyError`` if it is not known."""
-        if one not in self._known:
-            raise KeyError(one)
-        return [part.region for part in self._touched(one) if part.holders == 1]
+    def freed(self, *ranges: Range) -> list[Region]:
+        """The regions that nobody needs once all of these are given back. ``KeyError`` if one is
+        not known."""
+        holders: Counter[int] = Counter()
+        parts: dict[int, _Part[Region]] = {}
+        for one in ranges:
+            if one not in self._known:
+                raise KeyError(one)
+            for part in self._touched(one):
+                parts[part.address] = part
+                holders[part.address] += 1
+        return [part.region for at, part in parts.items() if part.holders == holders[at]]
 
     def remove(self, one: Range) -> None:
-        """Gives one registration back, and forgets the regions that `freed` names."""
+        """Gives one registration back, and forgets the regions that `freed` names for it."""
         touched = self._touched(one)
         self._known[one] -= 1
         if not self._known[one]:

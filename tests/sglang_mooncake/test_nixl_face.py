@@ -197,6 +197,29 @@ def test_memory_is_registered_again_and_overlapping(pair) -> None:
         handle_of(a, "READ", here, there)
 
 
+def test_a_list_in_use_is_deregistered_by_the_same_call_later(pair, monkeypatch) -> None:
+    a, _ = pair
+    memory = np.zeros(3 * KIB, np.uint8)
+    descs = a.get_reg_descs([(*row, "") for row in blocks(memory, KIB)], "DRAM")
+    a.register_memory(descs)
+    engine = a.agent._opened.engine
+    deregister = engine.deregister
+
+    def in_use(region: te.Region, timeout_s: float) -> None:
+        if region.address == memory.ctypes.data + KIB:
+            raise te.RegistrationError("transfers still read from it")
+        deregister(region, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "deregister", in_use)
+        with pytest.raises(Backend, match="must not be freed yet"):
+            a.deregister_memory(descs)
+    a.deregister_memory(descs)
+    with pytest.raises(NotFound):
+        a.deregister_memory(descs)
+    engine.deregister(engine.register(memory))  # te has forgotten all of it.
+
+
 def test_registering_is_all_or_nothing(pair) -> None:
     a, _ = pair
     good = np.zeros(KIB, np.uint8)

@@ -70,6 +70,25 @@ def test_regions_are_disjoint_and_cover_what_is_registered(
         assert all(known.times(one) == held.count(one) for one in held)
 
 
+@given(steps)
+def test_several_that_are_given_back_free_what_one_after_the_other_frees(
+    plan: list[tuple[bool, int, int, int]],
+) -> None:
+    known: Registrations[int] = Registrations()
+    held: list[Range] = []
+    given_back: list[Range] = []
+    for is_given_back, address, nbytes, device in plan:
+        one = at(address, nbytes, device)
+        known.add(one, [(start, size, start) for start, size in known.gaps(one)])
+        (given_back if is_given_back else held).append(one)
+    freed = known.freed(*given_back)
+    one_by_one = []
+    for one in given_back:
+        one_by_one += known.freed(one)
+        known.remove(one)
+    assert sorted(freed) == sorted(one_by_one)
+
+
 def test_what_is_not_registered_is_not_given_back() -> None:
     known: Registrations[str] = Registrations()
     known.add(at(0, 10), [(0, 10, "a")])
