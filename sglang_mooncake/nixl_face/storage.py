@@ -189,7 +189,8 @@ class StoringAgent(Agent):
         backend: Sequence[int] = (),
         skip_desc_merge: bool = False,
     ) -> int:
-        if not {local_side, remote_side} & self._their_lists.keys():
+        # Lists of memory may be prepared for both.
+        if not {local_side, remote_side} & (self._their_lists.keys() - self._memory_lists.keys()):
             return super().makeXferReq(
                 operation,
                 local_side,

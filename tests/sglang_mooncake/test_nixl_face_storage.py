@@ -119,6 +119,13 @@ def test_prepared_memory_is_prepared_for_them_once_it_is_wanted(theirs: list[The
     assert one.transfer(handle) == "PROC"
     del handle
     assert theirs[0].calls[-1][0] == "releaseXferReq"
+    # And it stays prepared for te.
+    memory[:KIB] = 7
+    there = one.prep_xfer_dlist("a", blocks(memory, KIB), "DRAM")
+    handle = one.make_prepped_xfer("WRITE", local, [0], there, [1])
+    one.transfer(handle)
+    assert ended(one, handle) == "DONE"
+    assert (memory == 7).all()
 
 
 def test_an_agent_may_have_storage_alone(theirs: list[Theirs]) -> None:
