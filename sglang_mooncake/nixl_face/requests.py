@@ -149,7 +149,7 @@ class Request:
 
     def abandon(self) -> None:
         """Has it released, now or as soon as that can be, when nobody will ask any more."""
-        if not self._workers.submit(self._release_later):
+        if not self._later(self._release_later):
             logger.warning("nixl over te: a transfer that nobody wants any more goes on")
 
     def telemetry(self) -> Telemetry:
@@ -209,8 +209,16 @@ class Request:
                 return
         if status is te.Status.DONE:
             self._tell(self._message)
-        elif not self._workers.submit(self._quiet):
+        elif not self._later(self._quiet):
             self._quiet(0.0)
+
+    def _later(self, call: Callable[[float], None]) -> bool:
+        """By a worker; False if none takes it."""
+        try:
+            return self._workers.submit(call)
+        except RuntimeError as exc:  # No thread can be started just now.
+            logger.warning("nixl over te: %s", exc)
+            return False
 
     def _tell(self, message: bytes) -> None:
         """The data is there; the peer hears of it, and then the caller does."""
@@ -235,7 +243,7 @@ class Request:
             transfer.cancel()
         except te.FenceTimeout as exc:
             logger.warning("nixl over te: %s", exc)
-            if not self._workers.submit(self._quiet):
+            if not self._later(self._quiet):
                 with self._lock:
                     self._ending = None  # Who asks after it tries again.
             return

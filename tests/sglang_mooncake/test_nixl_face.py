@@ -250,6 +250,24 @@ def test_what_the_peer_no_longer_has_is_a_settled_failure(pair, caplog) -> None:
     assert a.check_remote_metadata("b")
 
 
+def test_a_read_that_failed_ends_when_no_thread_can_be_started(pair, monkeypatch) -> None:
+    a, b = pair
+    here, there = registered(a, KIB), np.zeros(KIB, np.uint8)
+    descs = b.register_memory([(there.ctypes.data, KIB, 0, "")], "DRAM")
+    a.add_remote_agent(b.get_agent_metadata())
+    a.send_notif("b", b"connected")
+    messages(b, 1)
+    b.deregister_memory(descs)
+
+    def no_thread(*arguments: object) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(a.agent._opened.workers, "submit", no_thread)
+    handle = handle_of(a, "READ", here, there)
+    a.transfer(handle)
+    assert ended(a, handle) == "ERR"
+
+
 def test_more_transfers_than_te_takes_wait_here() -> None:
     a, b = agent("a", max_queued_transfers=1), agent("b")
     here, there = registered(a, 64 * KIB), registered(b, 64 * KIB, seed=2)
