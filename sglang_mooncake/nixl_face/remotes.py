@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,8 @@ class Remotes:
         self._own, self._make_link = own_name, make_link
         self._lock = threading.Lock()
         self._known: Final[dict[str, Remote]] = {}
+        #: Those of removed agents stay for as long as transfers over them go on.
+        self._links: Final[WeakValueDictionary[Identity, Link]] = WeakValueDictionary()
 
     def add(self, data: bytes) -> str:
         """The name of the agent that made the metadata.
@@ -84,7 +87,7 @@ class Remotes:
                 if remote is None:
                     raise NotFound(f"no agent {told.name!r:.200} is known to which this belongs")
             elif remote is None:
-                remote = Remote(told.name, identity, self._make_link(told.card))
+                remote = Remote(told.name, identity, self._link(identity, told.card))
                 self._known[told.name] = remote
             elif remote.identity != identity:
                 raise NotAllowed(
@@ -115,6 +118,16 @@ class Remotes:
         if remote is None:
             raise NotFound(f"no agent {name!r:.200} is known")
         return remote
+
+    def _link(self, identity: Identity, card: bytes) -> Link:
+        """With the lock held. Who is added again has the link of before while transfers over it go
+        on: te counts all of one peer, and it is the link that learns when there is room again."""
+        link = self._links.get(identity)
+        if link is None or link.problem is not None:
+            link = self._make_link(card)
+            self._links[identity] = link
+        link.card = card
+        return link
 
 
 def _identity(card: bytes) -> Identity:

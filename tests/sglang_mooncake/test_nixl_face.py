@@ -290,6 +290,28 @@ def test_more_transfers_than_te_takes_wait_here() -> None:
     np.testing.assert_array_equal(here, there)
 
 
+def test_room_that_transfers_of_before_make_is_used(pair, monkeypatch) -> None:
+    """Of an agent that was removed and added again: te counts them together."""
+    a, b = pair
+    here, there = registered(a, KIB, seed=1), registered(b, KIB)
+    a.add_remote_agent(b.get_agent_metadata())
+    of_before = a.agent._opened.remotes.get("b").link  # As those under way have it.
+    a.remove_remote_agent("b")
+    a.add_remote_agent(b.get_agent_metadata())
+    a.send_notif("b", b"connected")
+    messages(b, 1)
+    handle = handle_of(a, "WRITE", here, there)
+
+    def full(*arguments: object) -> None:
+        raise te.QueueFull("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(te.Peer, "write", full)
+        assert a.transfer(handle) == "PROC"
+    of_before.drain()  # As the end of one of them does.
+    assert ended(a, handle) == "DONE"
+
+
 def test_telemetry_is_for_those_who_ask_for_it(pair) -> None:
     a, b = agent("a", nixl_agent_config(capture_telemetry=True)), pair[1]
     here, there = registered(a, 4 * KIB), registered(b, 4 * KIB)
