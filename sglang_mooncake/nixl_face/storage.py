@@ -142,16 +142,21 @@ class StoringAgent(Agent):
             super().registerMem(descs, for_te)
         if for_them is not None:
             theirs = self._their_agent()
-            theirs.registerMem(theirs.converted(descs), for_them)
+            try:
+                theirs.registerMem(theirs.converted(descs), for_them)
+            except BaseException:
+                if for_te is not None:
+                    super().deregisterMem(descs, for_te)
+                raise
         return Status.NIXL_SUCCESS
 
     def deregisterMem(self, descs: RegDList, backends: Sequence[int] = ()) -> Status:  # noqa: N802
         for_te, for_them = self._split(descs, backends)
+        if for_te is not None:  # First: it may be in use, and the call is made again then.
+            super().deregisterMem(descs, for_te)
         if for_them is not None:
             theirs = self._their_agent()
             theirs.deregisterMem(theirs.converted(descs), for_them)
-        if for_te is not None:
-            super().deregisterMem(descs, for_te)
         return Status.NIXL_SUCCESS
 
     def queryMem(  # noqa: N802

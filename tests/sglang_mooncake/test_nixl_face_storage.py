@@ -9,13 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from nixl_agents import agent, blocks, ended, registered
 
 from sglang_mooncake.nixl_face import storage
 from sglang_mooncake.nixl_face.api import nixl_agent_config
 from sglang_mooncake.nixl_face.descriptors import RegDList, XferDList
-from sglang_mooncake.nixl_face.names import NotFound, NotSupported, Operation, Segment, Status
+from sglang_mooncake.nixl_face.names import (
+    Backend,
+    NotFound,
+    NotSupported,
+    Operation,
+    Segment,
+    Status,
+)
 
 KIB = 1024
 
@@ -126,6 +134,30 @@ def test_prepared_memory_is_prepared_for_them_once_it_is_wanted(theirs: list[The
     one.transfer(handle)
     assert ended(one, handle) == "DONE"
     assert (memory == 7).all()
+
+
+def test_memory_is_known_to_both_or_to_neither(theirs: list[Theirs], monkeypatch) -> None:
+    one = agent("a")
+    one.create_backend("POSIX")
+    memory = np.zeros(KIB, np.uint8)
+    descs = one.get_reg_descs([(memory.ctypes.data, KIB, 0, "")], "DRAM")
+
+    def refuse(*arguments: object) -> None:
+        raise nixlNotFoundError("NIXL_ERR_NOT_FOUND")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Theirs, "registerMem", refuse, raising=False)
+        with pytest.raises(NotFound, match="NVIDIA's NIXL"):
+            one.register_memory(descs)
+    assert one.agent._opened.memory.ranges()[1] == []
+    one.register_memory(descs)
+
+    def in_use(*arguments: object) -> None:
+        raise Backend("in use")
+
+    monkeypatch.setattr(one.agent._opened.memory, "deregister", in_use)
+    with pytest.raises(Backend, match="in use"):  # And not what they would say.
+        one.deregister_memory(descs)
 
 
 def test_an_agent_may_have_storage_alone(theirs: list[Theirs]) -> None:
