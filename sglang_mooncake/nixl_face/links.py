@@ -27,7 +27,8 @@ class Job(Protocol):
 
     def begin(self, peer: te.Peer) -> None:
         """Gives it to te, unless nobody wants it any more. ``te.QueueFull``: it is to be tried
-        again once another has ended; any other exception is its end."""
+        again once another has ended; ``te.ConnectError``: with another peer, as this one has ended;
+        any other exception is its end."""
 
     def fail(self, problem: Exception) -> None:
         """It was not given to te, and will not be."""
@@ -105,6 +106,14 @@ class Link:
             except te.QueueFull:
                 with self._lock:
                     self._waiting.appendleft(job)
+                return True
+            except te.ConnectError as exc:
+                if peer.alive:
+                    job.fail(exc)
+                    continue
+                with self._lock:  # It ended just now and got nothing: for the next connection.
+                    self._waiting.appendleft(job)
+                    self._is_wanted = True
                 return True
             except Exception as exc:  # noqa: BLE001 - the job's, and told to it
                 job.fail(exc)

@@ -96,6 +96,20 @@ def test_a_peer_that_has_gone_gets_nothing_more(link: Link, engine: Engine) -> N
     assert second.peer is engine.peers[1]
 
 
+def test_what_a_peer_that_ends_meanwhile_does_not_take_goes_to_the_next(
+    link: Link, engine: Engine
+) -> None:
+    def ends_first(peer: Any) -> None:
+        if peer is engine.peers[0]:
+            peer.alive = False
+            raise te.ConnectError("the connection has ended")
+
+    first, second = Job(ends_first), Job()
+    sent(link, first, second)
+    wait_until(lambda: second.peer is not None, "both have begun")
+    assert first.peer is second.peer is engine.peers[1]
+
+
 def test_what_a_full_queue_has_no_room_for_is_tried_again(link: Link) -> None:
     room = threading.Event()
 
