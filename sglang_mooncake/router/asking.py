@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from sglang_mooncake.router.failing import begin_of
 from sglang_mooncake.router.forwarding import request_headers
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.routing import error_response
@@ -132,7 +133,7 @@ class Asking:
                 headers=request_headers(request.headers, self._options.api_key),
                 timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             ) as response:
-                return _Said(response.status, await response.content.read(ANSWER_BYTES_MAX))
+                return _Said(response.status, await begin_of(response.content, ANSWER_BYTES_MAX))
         except (aiohttp.ClientError, TimeoutError) as error:
             return _Said(0, f"{server}: {error or type(error).__name__}".encode())
 

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from sglang_mooncake.router.failing import begin_of
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.placement import PrefillView
 
@@ -102,7 +103,7 @@ class EventSource:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             ) as response:
-                raw = await response.content.read(ANSWER_BYTES_MAX)
+                raw = await begin_of(response.content, ANSWER_BYTES_MAX)
             if response.status != HTTPStatus.OK:
                 return None
             return msgspec.json.decode(raw, type=_Info).kv_events

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Final, Literal, TypeAlias, get_args
 
 import aiohttp
-from aiohttp import ClientResponse
+from aiohttp import ClientResponse, StreamReader
 
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import error_in
@@ -19,6 +19,7 @@ __all__ = [
     "KINDS",
     "Failed",
     "Kind",
+    "begin_of",
     "check",
     "refused",
     "talking_to",
@@ -79,9 +80,17 @@ def talking_to(server: Server) -> Iterator[None]:
         raise Failed(server, "late", sentence, HTTPStatus.GATEWAY_TIMEOUT) from error
 
 
+async def begin_of(content: StreamReader, bytes_max: int) -> bytes:
+    """A body, or so many bytes of its beginning. (``read`` gives what has come so far.)"""
+    raw = bytearray()
+    while len(raw) < bytes_max and (chunk := await content.read(bytes_max - len(raw))):
+        raw += chunk
+    return bytes(raw)
+
+
 async def refused(server: Server, response: ClientResponse) -> Failed:
     """What a server's answer with the status of an error says."""
-    raw = await response.content.read(ERROR_BYTES_MAX)
+    raw = await begin_of(response.content, ERROR_BYTES_MAX)
     failure = error_in(raw)
     sentence = raw.decode(errors="replace")[:1000] if failure is None else failure[1]
     sentence = f"answered with status {response.status}: {sentence}"

@@ -99,7 +99,21 @@ class FakeServer:
             return web.Response(status=self.health)
         self.others.append((request.path, json.loads(raw) if raw else None))
         states = {"at": request.path, "internal_states": [{"port": self.port}]}
-        return web.json_response({**states, **self.info})
+        return await in_two_pieces(request, {**states, **self.info})
+
+
+async def in_two_pieces(
+    request: web.Request, value: object, status: int = 200
+) -> web.StreamResponse:
+    """JSON whose second half comes a little later, as over a network."""
+    raw = json.dumps(value).encode()
+    response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+    response.content_length = len(raw)
+    await response.prepare(request)
+    await response.write(raw[: len(raw) // 2])
+    await asyncio.sleep(0.01)
+    await response.write(raw[len(raw) // 2 :])
+    return response
 
 
 def as_event(value: object) -> bytes:
@@ -176,7 +190,7 @@ def answers(value: object, status: int = 200) -> Answer:
         server: FakeServer, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         if not body.get("stream") or status != 200:
-            return web.json_response(value, status=status)
+            return await in_two_pieces(request, value, status)
         response = await begin_stream(request)
         assert isinstance(value, list)
         for event in value:
@@ -249,6 +263,10 @@ class World:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._undo.aclose()
+
+    async def idle(self) -> None:
+        """Returns when nothing is under way: prefill servers may answer after decode servers."""
+        await until(lambda: not any(server.under_way for server in self.servers.all()))
 
     def known(self, fake: FakeServer) -> Server:
         """What the router has of it."""

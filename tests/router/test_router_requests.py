@@ -253,6 +253,7 @@ def test_a_request_that_failed_is_kept_from_both_servers_of_the_pair() -> None:
         async with World(prefill=2, decode=2, prefill_policy="cache_aware") as world:
             prompt = list(range(64))
             await world.ask(input_ids=prompt)
+            await world.idle()
             at = 0 if world.prefill[0].asked else 1
             for server in world.decode:
                 server.script = [answers({"error": "the hand-over has failed"}, 500)]
@@ -545,6 +546,7 @@ def test_metrics_and_status_tell_what_has_happened() -> None:
             await world.prefill[0].stop()
             await world.ask(text="a")
             await world.ask(text="a")
+            await world.idle()
             _, text = await world.get("/metrics")
             lines = text.splitlines()
             prefix = "sglang_mooncake_router_"
@@ -570,6 +572,7 @@ def test_prompts_that_begin_alike_go_to_one_server_until_its_cache_is_flushed() 
                 server.answer = told
             for n in range(5):
                 await world.ask(input_ids=[*range(320), n])
+                await world.idle()
             assert sorted(len(server.asked) for server in world.prefill) == [0, 0, 5]
             _, text = await world.get("/metrics")
             assert 'sglang_mooncake_router_choices_total{reason="cache"} 4' in text.splitlines()
