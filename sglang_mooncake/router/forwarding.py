@@ -134,7 +134,12 @@ class Forwarder:
     ) -> web.StreamResponse:
         """The answer, which the client has been sent, and what has come of it in ``course``. Raises
         ``Failed``."""
-        return await _Attempt(self, ask, pair, room, request, course).run()
+        try:
+            attempt = _Attempt(self, ask, pair, room, request, course)
+        except BaseException:
+            course.on_prefill(None)
+            raise
+        return await attempt.run()
 
     async def post(self, url: str, raw: bytes, headers: Mapping[str, str]) -> ClientResponse:
         """The head of an answer, which may take as long as an attempt."""

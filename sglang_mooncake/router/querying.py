@@ -102,7 +102,8 @@ class Querying:
 
 
 async def _decoded(request: web.Request, kind: type[_Query]) -> _Query:
+    raw = await request.read()
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"{request.path}: {error}") from error

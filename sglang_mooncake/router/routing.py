@@ -96,10 +96,10 @@ class Routing:
         """The answer, and how the request has ended (``metrics.ENDS``)."""
         try:
             body = body_of(await request.read())
+            ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
+            look = self._look(ask)
         except RequestError as error:
             return error_response(HTTPStatus.BAD_REQUEST, str(error)), "bad request"
-        ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
-        look = self._look(ask)
         failed: Failed | None = None
         avoided: tuple[Server, ...] = ()
         left = 1 + self._options.retries
@@ -180,7 +180,10 @@ class Routing:
         """The prompt's pages, where the choice is by caches."""
         if self._options.prefill_policy != CACHE_AWARE:
             return None
-        return self._looker.look(ask.body, ask.path)
+        try:
+            return self._looker.look(ask.body, ask.path)
+        except RecursionError as error:
+            raise RequestError("the request's JSON is nested too deeply") from error
 
     async def _choose_soon(
         self, look: Look | None, avoided: Collection[Server]

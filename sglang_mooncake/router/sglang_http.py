@@ -118,7 +118,8 @@ _ANSWERS: Final = msgspec.json.Decoder(_Answer | list[_Answer])
 def body_of(raw: bytes) -> Body:
     """The members of a request's JSON object. ``RequestError`` if it is none."""
     try:
-        return _BODY.decode(raw)
+        # What is passed on without a look is not looked at here either, but for its encoding.
+        return _BODY.decode(raw.decode())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the request is no JSON object: {error}") from error
     except RecursionError as error:
@@ -190,14 +191,16 @@ def member(body: Mapping[str, msgspec.Raw], name: str) -> bytes:
 
 
 def _number(body: Mapping[str, msgspec.Raw], name: str) -> int | None:
-    value = member(body, name)
-    return int(value) if value.isdigit() else None
+    try:
+        return msgspec.json.decode(member(body, name) or _NULL, type=int | None)
+    except msgspec.DecodeError:
+        return None  # A server says what is wrong with it.
 
 
 def _count_in(parameters: msgspec.Raw) -> int | None:
     try:
         return msgspec.json.decode(parameters, type=_Count).n
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 2  # A list of parameters: it belongs to a batch.
 
 

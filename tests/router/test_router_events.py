@@ -309,6 +309,9 @@ def test_events_are_followed_and_missed_ones_asked_for() -> None:
                 _, found = await world.ask("/query", token_ids=list(range(400)), block_size=PAGE)
                 assert found["default"][world.prefill[1].url]["longest_matched"] == 400
                 assert (await world.ask("/query", token_ids="x"))[0] == 400
+                raw = b'{"token_ids":[],"model":"\xff"}'
+                async with world.client.post(f"{world.url}/query", data=raw) as response:
+                    assert response.status == 400
                 await world.ask(input_ids=list(range(400)))
                 assert len(world.prefill[1].asked) == 1
                 _, text = await world.get("/metrics")

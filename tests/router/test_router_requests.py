@@ -480,17 +480,38 @@ def test_what_a_client_says_of_itself_is_passed_on() -> None:
         (b"[1]", 400, "no JSON object"),
         (b"{", 400, "no JSON object"),
         (b'{"a":' + b"[" * 100_000, 400, "JSON"),
+        (b'{"text":"\xff"}', 400, "no JSON object"),
+        (b'{"sampling_params":{"\xff":1}}', 400, "no JSON object"),
         (b'"%s"' % (b"x" * (1 << 18)), 413, "--max-payload-size"),
     ],
-    ids=["list", "half", "nested", "long"],
+    ids=["list", "half", "nested", "no text", "no key", "long"],
 )
 def test_what_is_no_request_is_refused(raw: bytes, status: int, words: str) -> None:
     async def job() -> None:
-        async with World() as world:
+        async with World(prefill_policy="cache_aware") as world:
             async with world.client.post(f"{world.url}/generate", data=raw) as response:
                 assert response.status == status
                 assert words in (await response.json())["error"]["message"]
             assert not world.decode[0].asked
+
+    run(job())
+
+
+def test_an_attempt_that_cannot_begin_leaves_nothing_in_a_servers_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no(_: object) -> bool:
+        raise RecursionError
+
+    async def job() -> None:
+        async with World(prefill_policy="cache_aware") as world:
+            with monkeypatch.context() as changed:
+                changed.setattr(forwarding, "is_single", no)
+                async with world.client.post(f"{world.url}/generate", json={}) as response:
+                    assert response.status == 500
+            await world.idle()
+            (view,) = world.views.values()
+            assert view.queue_s(0.0) == 0.0
 
     run(job())
 

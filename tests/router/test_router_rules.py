@@ -54,6 +54,10 @@ def test_numbers_are_passed_on_as_they_were_written() -> None:
     assert for_pair(body_of(raw), "a", 1, 2).startswith(raw[:-1])
 
 
+def test_a_number_that_no_server_takes_is_for_the_servers_to_refuse() -> None:
+    assert is_single(body_of(b'{"n":%s}' % (b"1" * 5000)))
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b'{"a":}', b"{1:2}"])
 def test_what_is_no_object_is_no_request(raw: bytes) -> None:
     with pytest.raises(RequestError):
