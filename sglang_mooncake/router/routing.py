@@ -149,11 +149,12 @@ class Routing:
 
     def _learn(self, pair: Pair, course: Course) -> None:
         """From an attempt that was answered."""
-        for server in pair:
-            note_answer(server)
-        if course.stopped is not None:
+        if course.stopped is None:
+            pair.decode.served()
+        else:
             self._say(course.stopped)
-            pair.decode.failed(course.stopped, self._clock(), self._options.health_failures)
+            most = self._options.health_failures
+            note_failure(pair.decode, course.stopped, self._clock(), most)
         if course.first_s is not None:
             self._counts.firsts += 1
             self._counts.first_s += course.first_s
@@ -164,7 +165,7 @@ class Routing:
         self._counts.failed[server.role, failed.kind] += 1
         self._say(str(failed))
         if failed.kind == "answered":
-            note_answer(server)
+            server.served()
             return
         most = 1 if failed.kind == "unreachable" else self._options.health_failures
         note_failure(server, failed.sentence, self._clock(), most)
@@ -227,6 +228,8 @@ class Routing:
         server.under_way -= 1
         if placed is not None:
             self._views[server].ended(placed, self._clock(), told)
+        if told is not None:
+            server.served()
         if told is None or told.prompt_tokens is None:
             return
         if placed is not None:
@@ -260,7 +263,7 @@ class _Late(NamedTuple):
 
 
 def note_answer(server: Server) -> None:
-    """A server has answered, whatever it said."""
+    """A server says that it is well."""
     if server.answered():
         logger.info("%s is well again", server)
 

@@ -69,8 +69,14 @@ class Server:
         """0 while it is well."""
         return 0.0 if self._ill_since_s is None else now_s - self._ill_since_s
 
+    def served(self) -> None:
+        """It has answered a request. That makes no server well that is ill: it was sent the request
+        before, and what it says of its health since then counts."""
+        if self.is_well:
+            self._failures = 0
+
     def answered(self) -> bool:
-        """It has answered something: whether it has been ill until now."""
+        """It says that it is well: whether it has been ill until now."""
         was_ill = not self.is_well
         self._failures, self._ill_since_s = 0, None
         return was_ill

@@ -396,6 +396,35 @@ def test_a_server_that_is_back_gets_requests_again() -> None:
     run(job())
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_long_answer_makes_no_server_well_that_is_gone_since(role: str) -> None:
+    async def job() -> None:
+        async with World() as world:
+            goes_on = asyncio.Event()
+
+            async def in_two_parts(
+                server: FakeServer, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                response = await begin_stream(request)
+                await response.write(as_event({"output_ids": [100]}))
+                await goes_on.wait()
+                return response
+
+            server = world.prefill[0] if role == "prefill" else world.decode[0]
+            world.decode[0].script = [in_two_parts]
+            asking = asyncio.create_task(world.ask(text="a", stream=True))
+            known = world.known(server)
+            await until(lambda: world.decode[0].asked)
+            await until(lambda: not world.known(world.prefill[0]).under_way)
+            server.health = 503
+            known.failed("gone", 0.0, 1)
+            goes_on.set()
+            assert (await asking)[0] == 200
+            assert not known.is_well
+
+    run(job())
+
+
 def test_a_request_waits_for_a_server_that_is_about_to_be_well() -> None:
     async def job() -> None:
         async with World(health_interval_s=0.05) as world:

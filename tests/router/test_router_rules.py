@@ -181,6 +181,17 @@ def test_a_server_is_ill_after_so_many_failures_in_a_row() -> None:
     assert server.counts.ills == 1
 
 
+def test_an_answer_to_what_was_asked_before_makes_no_server_well() -> None:
+    server = Server("decode", "http://a:1")
+    server.failed("no", 1.0, 2)
+    server.served()
+    server.failed("no", 2.0, 2)
+    assert server.is_well, "not one after another"
+    server.failed("gone", 3.0, 1)
+    server.served()
+    assert not server.is_well
+
+
 def test_one_that_failed_is_asked_at_once_and_one_that_is_ill_often() -> None:
     server = Server("decode", "http://a:1")
     assert server.is_to_be_probed(0.0, 10.0)
