@@ -56,6 +56,11 @@ ABORT_S: Final = 2.0
 LONG_BYTES: Final = 1 << 20
 #: A first event is smaller than this, or passed on without a look.
 FIRST_EVENT_BYTES_MAX: Final = 1 << 20
+#: A line of a stream that is longer is passed on before its end is there.
+LINE_BYTES_MAX: Final = 1 << 20
+#: So long after what an attempt may take a client that reads too little is left. A server that says
+#: too little has been noticed by then.
+CLIENT_READS_S: Final = 1.0
 #: Aborts and ends of prefill answers that are under way in the background.
 BACKGROUND_MAX: Final = 4096
 #: Headers that belong to a connection, or to the body as it was sent.
@@ -104,6 +109,8 @@ class Course(msgspec.Struct):
     first_s: float | None = None
     #: Why the answer has ended in the middle. The client has been told, as far as it can be.
     stopped: str | None = None
+    #: Whether it was the decode server that stopped.
+    is_broken: bool = False
 
 
 class Forwarder:
@@ -119,6 +126,7 @@ class Forwarder:
         """An attempt lasts ``timeout_s`` at most, with its answer. Of a prefill server's answer,
         which is kept as a whole, there may be ``answer_bytes_max``."""
         self._session = session
+        self.timeout_s = timeout_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self.answer_bytes_max, self.clock = answer_bytes_max, clock
         self._background: set[asyncio.Task[None]] = set()
@@ -164,7 +172,9 @@ class Forwarder:
             async with self._session.post(
                 f"{server.url}/abort_request",
                 json={"rid": rid},
-                headers={name: text for name, text in headers.items() if name != "Content-Type"},
+                headers={
+                    name: text for name, text in headers.items() if name.lower() != "content-type"
+                },
                 timeout=aiohttp.ClientTimeout(total=ABORT_S),
             ):
                 pass
@@ -293,24 +303,43 @@ class _Attempt:
         if upstream.content_length is not None and not self._merges:
             answer.content_length = upstream.content_length
         await answer.prepare(self._request)
+        parts = _chunks(begun)
+        if self._merges:
+            parts = _merged(parts, prefilled, streams=self._streams)
+        elif self._streams:
+            parts = _whole_lines(parts)
+        waits_for_client, last = False, b""
+        left_s = self._begun_s + self._forwarder.timeout_s - self._forwarder.clock()
         try:
-            parts = _chunks(begun)
-            if self._merges:
-                parts = _merged(parts, prefilled, streams=self._streams)
-            async for part in parts:
-                await answer.write(part)
-        except (aiohttp.ClientPayloadError, TimeoutError) as error:
-            await self._tell_broken(answer, error)
+            async with asyncio.timeout(max(0.0, left_s) + CLIENT_READS_S):
+                async for part in parts:
+                    waits_for_client = True
+                    await answer.write(part)
+                    waits_for_client, last = False, part
+        except aiohttp.ClientPayloadError as error:
+            self._course.is_broken = True
+            why = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
+            event = error_event(HTTPStatus.BAD_GATEWAY, why) if self._streams else None
+            await self._stop(answer, why, event, last)
+        except TimeoutError:
+            self._abort_at(self._pair.decode)
+            why = "the answer took longer than a request may take (--request-timeout-secs)"
+            is_told = self._streams and not waits_for_client
+            event = error_event(HTTPStatus.GATEWAY_TIMEOUT, why) if is_told else None
+            await self._stop(answer, why, event, last)
         return answer
 
-    async def _tell_broken(self, answer: web.StreamResponse, error: Exception) -> None:
-        """The decode server has stopped in the middle of its answer."""
-        stopped = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
-        self._course.stopped = stopped
-        if self._streams:
-            await answer.write(error_event(HTTPStatus.BAD_GATEWAY, stopped) + DONE_EVENT)
+    async def _stop(
+        self, answer: web.StreamResponse, why: str, event: bytes | None, last: bytes
+    ) -> None:
+        """The answer ends in the middle, behind ``last``. The client gets the event, or sees an
+        answer without its end, as it is."""
+        self._course.stopped = why
+        if event is not None:
+            ends = len(last) - len(last.rstrip(b"\n"))
+            between = b"\n" * max(0, 2 - ends)
+            await answer.write(between + event + DONE_EVENT)
         elif self._request.transport is not None:
-            # The client sees an answer without its end, as it is.
             self._request.transport.abort()
 
     async def _post(self, server: Server) -> ClientResponse:
@@ -339,9 +368,12 @@ class _Attempt:
             still.append(self._pair.decode)
         elif not decode.done() or decode.cancelled():
             still.append(self._pair.decode)
+        for server in still:
+            self._abort_at(server)
+
+    def _abort_at(self, server: Server) -> None:
         if self._rid is not None:
-            for server in still:
-                self._forwarder.later(self._forwarder.abort(server, self._rid, self._ask.headers))
+            self._forwarder.later(self._forwarder.abort(server, self._rid, self._ask.headers))
 
 
 class _Prefilled(NamedTuple):
@@ -370,6 +402,21 @@ async def _chunks(begun: _Begun) -> AsyncIterator[bytes]:
         yield begun.first
     async for chunk in begun.response.content.iter_any():
         yield chunk
+
+
+async def _whole_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same without half a line at the end of a part: the error that follows where a server dies
+    stands in a line of its own."""
+    rest = bytearray()
+    async for part in parts:
+        at = part.rfind(b"\n") + 1
+        if at or len(rest) > LINE_BYTES_MAX:
+            yield bytes(rest) + part[:at]
+            rest = bytearray(part[at:])
+        else:
+            rest += part
+    if rest:
+        yield bytes(rest)
 
 
 async def _merged(

@@ -153,8 +153,9 @@ class Routing:
             pair.decode.served()
         else:
             self._say(course.stopped)
-            most = self._options.health_failures
-            note_failure(pair.decode, course.stopped, self._clock(), most)
+            if course.is_broken:
+                most = self._options.health_failures
+                note_failure(pair.decode, course.stopped, self._clock(), most)
         if course.first_s is not None:
             self._counts.firsts += 1
             self._counts.first_s += course.first_s

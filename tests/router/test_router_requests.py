@@ -352,6 +352,83 @@ def test_a_stream_that_stops_in_the_middle_says_so() -> None:
     run(job())
 
 
+@pytest.mark.parametrize("half", [b'data: {"output_', b'data: {"output_ids": [100, 101]}\n'])
+def test_the_error_stands_by_itself_where_an_event_was_cut(half: bytes) -> None:
+    async def dies(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(as_event({"output_ids": [100]}) + half)
+        assert request.transport is not None
+        await asyncio.sleep(0)
+        request.transport.close()
+        return response
+
+    async def job() -> None:
+        async with World() as world:
+            world.decode[0].script = [dies]
+            _, events = await world.ask(text="a", stream=True)
+            *tokens, error, end = events
+            assert tokens[0] == {"output_ids": [100]}
+            assert "stopped in the middle" in error["error"]["message"]
+            assert end == "[DONE]"
+
+    run(job())
+
+
+async def streams_for_ever(
+    server: FakeServer, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    response = await begin_stream(request)
+    while True:
+        await response.write(as_event({"text": "x" * 100_000}))
+
+
+def test_a_client_that_does_not_read_holds_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "CLIENT_READS_S", 0.05)
+
+    async def job() -> None:
+        async with World(request_timeout_s=2.0) as world:
+            world.decode[0].script = [streams_for_ever]
+            port = int(world.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            try:
+                body = b'{"text":"a","stream":true}'
+                writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+                await until(lambda: world.decode[0].left)
+                await until(lambda: not world.known(world.decode[0]).under_way)
+                assert world.known(world.decode[0]).counts.failed == 0
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1 << 30)
+            finally:
+                writer.transport.abort()
+
+    run(job())
+
+
+def test_a_stream_that_is_late_says_so_and_ends_on_the_server() -> None:
+    async def goes_on(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(as_event({"output_ids": [100]}))
+        await asyncio.Event().wait()
+        return response
+
+    async def job() -> None:
+        async with World(request_timeout_s=2.0) as world:
+            world.decode[0].script = [goes_on]
+            _, events = await world.ask(text="a", stream=True)
+            assert "--request-timeout-secs" in events[1]["error"]["message"]
+            assert events[1]["error"]["code"] == 504
+            await until(lambda: world.decode[0].others)
+            assert world.decode[0].others[0][0] == "/abort_request"
+            assert world.known(world.decode[0]).counts.failed == 0
+
+    run(job())
+
+
 def test_an_answer_that_stops_in_the_middle_is_no_whole_answer() -> None:
     async def job() -> None:
         async with World(decode=2) as world:
