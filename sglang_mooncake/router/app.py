@@ -39,7 +39,7 @@ from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.probing import Prober
 from sglang_mooncake.router.querying import Querying
-from sglang_mooncake.router.routing import Routing, error_response
+from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, RequestError
 from sglang_mooncake.router.status import as_json, as_text
@@ -156,6 +156,10 @@ async def _sentences(request: web.Request, handler: Handler) -> web.StreamRespon
         return error_response(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             "the request is longer than the router takes (--max-payload-size)",
+        )
+    except web.HTTPRequestTimeout:
+        return error_response(
+            HTTPStatus.REQUEST_TIMEOUT, f"the request did not come within {BODY_S:g} s"
         )
     except RequestError as error:
         return error_response(HTTPStatus.BAD_REQUEST, str(error))

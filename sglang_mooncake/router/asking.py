@@ -15,7 +15,7 @@ from aiohttp import web
 from sglang_mooncake.router.failing import begin_of
 from sglang_mooncake.router.forwarding import request_headers
 from sglang_mooncake.router.options import Options
-from sglang_mooncake.router.routing import error_response
+from sglang_mooncake.router.routing import error_response, whole
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 
 __all__ = ["Asking"]
@@ -99,8 +99,9 @@ class Asking:
     async def of_one(self, request: web.Request) -> web.Response:
         """What the first server that answers says: they serve the same model."""
         last: _Said | None = None
+        raw = await whole(request)
         for server in self._servers.usable("prefill") + self._servers.usable("decode"):
-            last = await self._ask(server, request, request.path)
+            last = await self._ask(server, request, request.path, raw)
             if last.status:
                 return web.Response(
                     body=last.raw, status=last.status, content_type="application/json"
@@ -119,11 +120,11 @@ class Asking:
 
     async def _all(self, request: web.Request, path: str) -> Mapping[Server, _Said]:
         servers = self._servers.all()
-        said = await asyncio.gather(*(self._ask(one, request, path) for one in servers))
+        raw = await whole(request)  # Here, since one alone can wait for it.
+        said = await asyncio.gather(*(self._ask(one, request, path, raw) for one in servers))
         return dict(zip(servers, said, strict=True))
 
-    async def _ask(self, server: Server, request: web.Request, path: str) -> _Said:
-        raw = await request.read()
+    async def _ask(self, server: Server, request: web.Request, path: str, raw: bytes) -> _Said:
         try:
             async with self._session.request(
                 request.method,

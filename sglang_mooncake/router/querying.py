@@ -16,6 +16,7 @@ from aiohttp import web
 
 from sglang_mooncake.router.pages import seed_of, token_names
 from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.routing import whole
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import RequestError
 
@@ -102,7 +103,7 @@ class Querying:
 
 
 async def _decoded(request: web.Request, kind: type[_Query]) -> _Query:
-    raw = await request.read()
+    raw = await whole(request)
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -34,12 +34,14 @@ from sglang_mooncake.router.placement import Look, Placed, PrefillView, place
 from sglang_mooncake.router.servers import ROLES, Role, Server, Servers
 from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of
 
-__all__ = ["Routing", "error_response", "note_answer", "note_failure"]
+__all__ = ["Routing", "error_response", "note_answer", "note_failure", "whole"]
 
 logger = logging.getLogger(__name__)
 
 #: What a client that is refused shall wait for, in seconds.
 RETRY_AFTER_S: Final = 1
+#: A client may take so long to send a request.
+BODY_S: Final = 120.0
 #: A server that has just started is known to be well after the next probe of one that is ill.
 WELL_SOON_S: Final = 2.0
 LOOK_AGAIN_S: Final = 0.1
@@ -88,6 +90,9 @@ class Routing:
         except (asyncio.CancelledError, ConnectionError):
             end = "client left"
             raise
+        except web.HTTPException:
+            end = "bad request"
+            raise
         finally:
             self._counts.under_way -= 1
             self._counts.ended[end] += 1
@@ -95,7 +100,7 @@ class Routing:
     async def _answered(self, request: web.Request) -> tuple[web.StreamResponse, str]:
         """The answer, and how the request has ended (``metrics.ENDS``)."""
         try:
-            body = body_of(await request.read())
+            body = body_of(await whole(request))
             ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
             look = self._look(ask)
         except RequestError as error:
@@ -261,6 +266,16 @@ class _Late(NamedTuple):
     """The request is not to be served: its first token is expected so long after the limit."""
 
     by_s: float
+
+
+async def whole(request: web.Request) -> bytes:
+    """The body of a client's request. ``HTTPRequestTimeout`` if it does not come, and
+    ``HTTPRequestEntityTooLarge``."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
 
 
 def note_answer(server: Server) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -660,6 +664,42 @@ def test_questions_for_all_servers_reach_them() -> None:
             _, text = await world.get("/model_info")
             assert f'[{{"port": {world.prefill[0].port}}}]' in text
             assert (await world.get("/nowhere"))[0] == 404
+
+    run(job())
+
+
+@asynccontextmanager
+async def half_a_request(world: World, path: str) -> AsyncIterator[tuple[Reader, Writer]]:
+    """The head of a request with two bytes; none of them has come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.split(":")[2]))
+    try:
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n".encode())
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def test_a_question_for_all_servers_may_come_in_pieces() -> None:
+    async def job() -> None:
+        async with World(prefill=2) as world:
+            async with half_a_request(world, "/abort_request") as (reader, writer):
+                await asyncio.sleep(0.05)  # Until its handler waits for the body.
+                writer.write(b"{}")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert [one.others for one in world.prefill] == [[("/abort_request", {})]] * 2
+
+    run(job())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/query", "/abort_request"])
+def test_a_request_that_does_not_come_ends(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "BODY_S", 0.05)
+
+    async def job() -> None:
+        async with World(max_requests=1) as world, half_a_request(world, path) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            _, text = await world.get("/metrics")
+            assert "sglang_mooncake_router_requests 0" in text.splitlines()
 
     run(job())
 
