@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from random import Random
 from typing import Any, Final
@@ -47,12 +48,16 @@ from te.version import version
 
 __all__ = ["VIEWS", "make_app", "servers_of"]
 
+logger = logging.getLogger(__name__)
+
 VIEWS: Final = web.AppKey("views", Mapping[Server, PrefillView])
 """What is known of each prefill server."""
 
 #: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
 #: as it is used again costs the request its second attempt.
 KEEPALIVE_S: Final = 2.0
+#: A background job that has failed begins again after so long.
+BEGIN_AGAIN_S: Final = 5.0
 
 
 def servers_of(options: Options) -> Servers:
@@ -77,11 +82,12 @@ async def make_app(
     counts = Counts()
     forwarder = Forwarder(session, options.request_timeout_s, options.max_body_bytes, clock)
     routing = Routing(options, servers, forwarder, counts, random, clock)
-    watching = [asyncio.create_task(Prober(session, servers, options, clock).run())]
+    prober = Prober(session, servers, options, clock)
+    watching = [asyncio.create_task(_kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
         source = EventSource(session, routing.views.values(), headers, clock)
-        watching.append(asyncio.create_task(source.run()))
+        watching.append(asyncio.create_task(_kept_up("following KV events", source.run)))
 
     async def close(_: web.Application) -> None:
         for task in watching:
@@ -98,6 +104,17 @@ async def make_app(
     app.add_routes(Querying(routing.views, clock).routes())
     app.add_routes(_Own(servers, routing.views, counts, clock).routes())
     return app
+
+
+async def _kept_up(what: str, job: Callable[[], Awaitable[None]]) -> None:
+    """Begins again where it ends, which is a mistake of the router's: without it no server that is
+    ill would ever be well again."""
+    while True:
+        try:
+            await job()
+        except Exception:
+            logger.exception("%s has failed and begins again in %g s", what, BEGIN_AGAIN_S)
+        await asyncio.sleep(BEGIN_AGAIN_S)
 
 
 class _Own:

@@ -67,10 +67,11 @@ class EventSource:
         """``headers``: of questions to the servers."""
         self._session, self._views, self._headers = session, tuple(views), headers
         self._clock = clock
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context
 
     async def run(self) -> None:
         """Never returns."""
+        self._context = zmq.asyncio.Context()
         try:
             async with asyncio.TaskGroup() as group:
                 for view in self._views:
@@ -107,7 +108,9 @@ class EventSource:
             if response.status != HTTPStatus.OK:
                 return None
             return msgspec.json.decode(raw, type=_Info).kv_events
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     async def _subscribed(self, view: PrefillView, described: _Described) -> None:

@@ -206,7 +206,7 @@ class EventStream:
         self.batches += 1
         try:
             events = _events(payload)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # Of another form than any that is known: what it was about is not known either.
             self.losses += 1
             self._pages.clear()

@@ -82,6 +82,8 @@ def test_what_cannot_be_read_leaves_nothing_known() -> None:
     assert (len(stream), stream.losses) == (0, 1)
     stream.take(2, batch(stored(2)), 0.0)
     assert has(stream, 2) == [True]
+    stream.take(3, batch(stored(3, medium="GPU")).replace(b"GPU", b"G\xffU"), 0.0)
+    assert (len(stream), stream.losses) == (0, 2)
 
 
 @given(
