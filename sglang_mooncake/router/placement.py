@@ -71,6 +71,7 @@ class Look:
         self.cached_max = max(
             0.0, tokens - 1 if cached_max is None else min(cached_max, tokens - 1)
         )
+        self.is_limited = cached_max is not None
         self.text_bytes = text_bytes
         self._prompt, self._seed = prompt, seed
         self._events: dict[int, list[int]] = {}
@@ -233,15 +234,21 @@ class PrefillView:
         if told.prompt_tokens is not None:
             tokens = told.prompt_tokens
         if told.cached_tokens is not None:
-            if self._events is not None:
-                page = self._event_page
-                if tokens // page > told.cached_tokens // page:
-                    self._events.expect(placed.sent_s, now_s)
+            if self._events is not None and self._is_news(placed.look, told, int(tokens)):
+                self._events.expect(placed.sent_s, now_s)
             self.counts.expected_hits += hits
             # The page of the last token is computed, too.
             self.counts.missed += told.cached_tokens < hits - placed.look.page_tokens
             hits = told.cached_tokens
         self.fit.learn(max(0.0, tokens - hits), now_s - begun_s)
+
+    def _is_news(self, look: Look, told: Told, tokens: int) -> bool:
+        """Whether pages were computed for certain that the cache did not have. The last token is
+        computed always, and so is its page; what may not come out of the cache may be there, too.
+        Of several prompts one at least has computed a page more than that if all of them together
+        have computed so many."""
+        computed = tokens - told.count - (told.cached_tokens or 0)
+        return not look.is_limited and computed >= self._event_page * told.count
 
     def forget(self) -> None:
         """Its cache is empty. Where events come, they tell."""

@@ -110,6 +110,8 @@ class Told(msgspec.Struct, frozen=True):
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    #: Of how many requests these are the sums.
+    count: int = 1
 
 
 _ANSWERS: Final = msgspec.json.Decoder(_Answer | list[_Answer])
@@ -215,7 +217,8 @@ def told_in(raw: bytes) -> Told:
         return Told()
     answers = found if isinstance(found, list) else [found]
     pairs = [_told_of(one) for one in answers]
-    return Told(_sum([pair[0] for pair in pairs]), _sum([pair[1] for pair in pairs]))
+    prompt, cached = _sum([pair[0] for pair in pairs]), _sum([pair[1] for pair in pairs])
+    return Told(prompt, cached, len(pairs))
 
 
 def _told_of(answer: _Answer) -> tuple[int | None, int | None]:

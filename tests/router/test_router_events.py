@@ -162,6 +162,32 @@ def look(tokens: Sequence[int]) -> Look:
     return Look(token_names(tokens, 2), 2, len(tokens), prompt=tokens)
 
 
+@pytest.mark.parametrize(
+    ("told", "cached_max", "state"),
+    [
+        (Told(17, 0), None, "silent"),
+        (Told(17, 12), None, "silent"),
+        # A prompt that the cache had. Its last token is computed in any case.
+        (Told(16, 12), None, "live"),
+        (Told(17, 16), None, "live"),
+        # The client asked for log-probabilities: they are computed, though the cache has the pages.
+        (Told(17, 0), 0, "live"),
+        # Batches: prompts shorter than a page, and longer ones of which something is new.
+        (Told(12, 0, 4), None, "live"),
+        (Told(20, 0, 2), None, "silent"),
+    ],
+)
+def test_an_event_is_due_where_a_page_is_new_for_certain(
+    told: Told, cached_max: int | None, state: str
+) -> None:
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    stream.take(0, batch(stored(1)), 1.0)
+    view.follow(stream, PAGE)
+    prompt = Look((), PAGE, 17, cached_max=cached_max)
+    view.ended(view.send(prompt, view.figures(prompt, 2.0), 2.0), 3.0, told)
+    assert stream.state(3.0 + SILENCE_S) == state
+
+
 def test_a_servers_events_are_believed_while_they_come() -> None:
     view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
     prompt = look(range(16))

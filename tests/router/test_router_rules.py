@@ -150,7 +150,7 @@ def test_answers_that_say_that_they_are_errors(
     ("answer", "told"),
     [
         ({"meta_info": {"prompt_tokens": 5, "cached_tokens": 2}}, Told(5, 2)),
-        ([{"meta_info": {"prompt_tokens": 5, "cached_tokens": 2}}] * 2, Told(10, 4)),
+        ([{"meta_info": {"prompt_tokens": 5, "cached_tokens": 2}}] * 2, Told(10, 4, 2)),
         ({"usage": {"prompt_tokens": 5}}, Told(5, None)),
         (
             {"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}},
