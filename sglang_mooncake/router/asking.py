@@ -80,9 +80,10 @@ class Asking:
 
     async def flush(self, request: web.Request) -> web.Response:
         """As ``of_all``."""
-        answer = await self.of_all(request)
-        self._on_flush()
-        return answer
+        try:
+            return await self.of_all(request)
+        finally:  # A client that leaves has been taken at its word by some of them.
+            self._on_flush()
 
     async def of_all(self, request: web.Request) -> web.Response:
         """200 if every server that is well answers so; else what the others say."""

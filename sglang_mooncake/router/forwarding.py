@@ -75,6 +75,7 @@ _OF_A_CONNECTION: Final = frozenset(
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
+        "proxy-connection",
         "te",
         "trailer",
         "transfer-encoding",
@@ -389,7 +390,11 @@ class _Begun(NamedTuple):
 
 def request_headers(headers: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """What servers are told of a client's headers."""
-    passed = {k: v for k, v in headers.items() if k.lower() not in _OF_A_CONNECTION}
+    kept_back = set(_OF_A_CONNECTION)
+    for name, value in headers.items():
+        if name.lower() == "connection":  # It names further headers of this connection.
+            kept_back.update(word.strip().lower() for word in value.split(","))
+    passed = {k: v for k, v in headers.items() if k.lower() not in kept_back}
     # Answers are passed on as they are, and some are read: they must not be packed.
     passed["Accept-Encoding"] = "identity"
     if api_key is not None and not any(name.lower() == "authorization" for name in passed):

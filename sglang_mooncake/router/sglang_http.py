@@ -288,15 +288,17 @@ def index_of(raw: bytes) -> int:
 def with_input_logprobs(decoded: bytes, prefilled: bytes) -> bytes:
     """The decode server's answer, or event, with what the prefill server's says of the prompt.
 
-    Both are JSON objects, or lists of as many of them. An answer in which one of the two is missing
-    stays as it is."""
+    Both are JSON objects, or lists of as many of them; else the answer stays as it is, and so does
+    one in which one of the two is missing."""
     try:
         ours = msgspec.json.decode(decoded, type=Body | list[Body])
         theirs = msgspec.json.decode(prefilled, type=Body | list[Body])
     except msgspec.DecodeError:
         return decoded
     if isinstance(ours, list) and isinstance(theirs, list):
-        pairs = zip(ours, theirs, strict=False)
+        if len(ours) != len(theirs):
+            return decoded
+        pairs = zip(ours, theirs, strict=True)
         return _ENCODER.encode([_merged(one, other) for one, other in pairs])
     if isinstance(ours, list) or isinstance(theirs, list):
         return decoded

@@ -46,6 +46,8 @@ class FakeServer:
         self.health = 200
         #: How often it was asked for that.
         self.probes = 0
+        #: It answers nothing but requests and questions for its health.
+        self.is_slow = False
         #: What it tells of itself.
         self.info: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
@@ -98,6 +100,8 @@ class FakeServer:
             self.probes += 1
             return web.Response(status=self.health)
         self.others.append((request.path, json.loads(raw) if raw else None))
+        if self.is_slow:
+            await asyncio.Event().wait()
         states = {"at": request.path, "internal_states": [{"port": self.port}]}
         return await in_two_pieces(request, {**states, **self.info})
 

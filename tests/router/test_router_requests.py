@@ -29,6 +29,8 @@ from router_world import (
 )
 
 from sglang_mooncake.router import app, forwarding, probing, routing
+from sglang_mooncake.router.pages import token_names
+from sglang_mooncake.router.placement import Look
 
 
 @pytest.fixture
@@ -124,17 +126,20 @@ def with_logprobs(*numbers: int, **more: object) -> dict[str, object]:
             [with_logprobs(), with_logprobs(8)],
             [with_logprobs(1), with_logprobs(2, 8)],
         ),
+        ([with_logprobs(1)], [with_logprobs(2), with_logprobs(3)], None),
         ({"meta_info": {}}, with_logprobs(3), with_logprobs(3)),
     ],
 )
 def test_the_prompts_logprobs_are_the_prefill_servers(
     prefill: object, decode: object, merged: object
 ) -> None:
+    """None: those of the decode server, since it cannot be told which belong together."""
+
     async def job() -> None:
         async with World() as world:
             world.prefill[0].answer = answers(prefill)
             world.decode[0].answer = answers(decode)
-            assert await world.ask(text="a", **LOGPROBS) == (200, merged)
+            assert await world.ask(text="a", **LOGPROBS) == (200, merged or decode)
 
     run(job())
 
@@ -592,8 +597,9 @@ def test_what_a_client_says_of_itself_is_passed_on() -> None:
     async def job() -> None:
         async with World(api_key="ours") as world:
             await world.ask(text="a", headers={"Authorization": "Bearer mine", "X-Request-Id": "7"})
-            await world.ask(text="a")
+            await world.ask(text="a", headers={"Connection": "X-Hop, close", "X-Hop": "1"})
             first, second = world.decode[0].headers
+            assert "X-Hop" not in second
             assert (first["Authorization"], first["X-Request-Id"]) == ("Bearer mine", "7")
             assert second["Authorization"] == "Bearer ours"
             assert first["Host"] == world.decode[0].url.removeprefix("http://")
@@ -745,6 +751,26 @@ def test_metrics_and_status_tell_what_has_happened() -> None:
             _, page = await world.get("/")
             assert "2 answered" in page
             assert "ill for" in page
+
+    run(job())
+
+
+def test_caches_are_forgotten_also_where_the_client_does_not_wait_for_it() -> None:
+    prompt = list(range(320))
+
+    async def job() -> None:
+        async with World(prefill=2, prefill_policy="cache_aware") as world:
+            await world.ask(input_ids=prompt)
+            await world.idle()
+            at = 0 if world.prefill[0].asked else 1
+            view = world.views[world.known(world.prefill[at])]
+            look = Look(token_names(prompt, 16), 16, 320)
+            assert view.figures(look, 0.0).hit_tokens > 0
+            world.decode[0].is_slow = True
+            flushing = asyncio.create_task(world.get("/flush_cache", "POST"))
+            await until(lambda: ("/flush_cache", None) in world.prefill[at].others)
+            flushing.cancel()
+            await until(lambda: view.figures(look, 0.0).hit_tokens == 0)
 
     run(job())
 
