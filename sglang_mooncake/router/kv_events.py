@@ -162,19 +162,16 @@ class EventStream:
         for number, payload in batches:
             if number >= self._next:
                 self._held.setdefault(number, payload)
-        if self._held and min(self._held) != self._next:
-            self.lose()
-        else:
-            self._apply_held()
+        self.lose()
 
     def lose(self) -> None:
-        """The missing batches are lost: pages may have gone that were told before, so that none of
-        those counts any more."""
-        self.losses += 1
-        self._pages.clear()
-        if self._held:
-            self._next = min(self._held)
-        self._apply_held()
+        """What is still missing before batches that have come is lost: pages may have gone that
+        were told before, so that none of those counts any more."""
+        for number in sorted(self._held):
+            if number != self._next:
+                self.losses += 1
+                self._pages.clear()
+            self._apply(number, self._held.pop(number))
 
     def restart(self) -> None:
         """The cache is that of a new process."""
@@ -194,12 +191,6 @@ class EventStream:
             lacks = (n for n, name in enumerate(names) if not self._pages.get(name, 0) & bit)
             counts[medium] = next(lacks, len(names))
         return counts
-
-    def _apply_held(self) -> None:
-        while (payload := self._held.pop(self._next, None)) is not None:
-            self._apply(self._next, payload)
-        if self._held:
-            self.lose()
 
     def _apply(self, number: int, payload: bytes) -> None:
         self._next = number + 1
