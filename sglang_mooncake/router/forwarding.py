@@ -29,6 +29,7 @@ from sglang_mooncake.router.failing import (
     talking_to,
     words_of,
 )
+from sglang_mooncake.router.passing import whole_lines, with_prefilled
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import (
     DONE_EVENT,
@@ -38,12 +39,10 @@ from sglang_mooncake.router.sglang_http import (
     event_json,
     events_in,
     for_pair,
-    index_of,
     is_single,
     told_in,
     wants_input_logprobs,
     wants_stream,
-    with_input_logprobs,
 )
 
 __all__ = ["Ask", "Course", "Forwarder", "Pair", "request_headers"]
@@ -56,8 +55,6 @@ ABORT_S: Final = 2.0
 LONG_BYTES: Final = 1 << 20
 #: A first event is smaller than this, or passed on without a look.
 FIRST_EVENT_BYTES_MAX: Final = 1 << 20
-#: A line of a stream that is longer is passed on before its end is there.
-LINE_BYTES_MAX: Final = 1 << 20
 #: So long after what an attempt may take a client that reads too little is left. A server that says
 #: too little has been noticed by then.
 CLIENT_READS_S: Final = 1.0
@@ -306,9 +303,9 @@ class _Attempt:
         await answer.prepare(self._request)
         parts = _chunks(begun)
         if self._merges:
-            parts = _merged(parts, prefilled, streams=self._streams)
+            parts = with_prefilled(parts, prefilled, streams=self._streams)
         elif self._streams:
-            parts = _whole_lines(parts)
+            parts = whole_lines(parts)
         waits_for_client, last = False, b""
         left_s = self._begun_s + self._forwarder.timeout_s - self._forwarder.clock()
         try:
@@ -407,49 +404,6 @@ async def _chunks(begun: _Begun) -> AsyncIterator[bytes]:
         yield begun.first
     async for chunk in begun.response.content.iter_any():
         yield chunk
-
-
-async def _whole_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same without half a line at the end of a part: the error that follows where a server dies
-    stands in a line of its own."""
-    rest = bytearray()
-    async for part in parts:
-        at = part.rfind(b"\n") + 1
-        if at or len(rest) > LINE_BYTES_MAX:
-            yield bytes(rest) + part[:at]
-            rest = bytearray(part[at:])
-        else:
-            rest += part
-    if rest:
-        yield bytes(rest)
-
-
-async def _merged(
-    parts: AsyncIterator[bytes], prefilled: bytes, *, streams: bool
-) -> AsyncIterator[bytes]:
-    """The answer with the prompt's log-probabilities out of the prefill server's."""
-    buffer = bytearray()
-    if not streams:
-        async for part in parts:
-            buffer += part
-        yield with_input_logprobs(bytes(buffer), prefilled)
-        return
-    first_of: dict[int, bytes] = {}
-    for event in events_in(bytearray(prefilled)):
-        told = event_json(event)
-        if told is not None:
-            first_of.setdefault(index_of(told), told)
-    async for part in parts:
-        buffer += part
-        for event in events_in(buffer):
-            told = event_json(event)
-            first = None if told is None else first_of.get(index_of(told))
-            if told is None or first is None:
-                yield event
-            else:
-                yield b"data: " + with_input_logprobs(told, first) + b"\n\n"
-    if buffer:
-        yield bytes(buffer)
 
 
 async def _ended_soon(task: asyncio.Task[_Prefilled]) -> None:

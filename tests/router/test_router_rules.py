@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.options import Options, OptionsError, add_arguments, options_of
+from sglang_mooncake.router.passing import whole_lines
 from sglang_mooncake.router.servers import Server, Servers
 from sglang_mooncake.router.sglang_http import (
     Body,
@@ -162,6 +165,20 @@ def test_answers_that_say_that_they_are_errors(
 )
 def test_what_a_prefill_server_tells_of_the_prompt(answer: object, told: Told) -> None:
     assert told_in(json.dumps(answer).encode()) == told
+
+
+@given(parts=st.lists(st.text("a\n", max_size=4).map(str.encode), max_size=8))
+def test_a_stream_is_passed_on_by_whole_lines(parts: list[bytes]) -> None:
+    async def come() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    async def passed_on() -> list[bytes]:
+        return [part async for part in whole_lines(come())]
+
+    passed = asyncio.run(passed_on())
+    assert b"".join(passed) == b"".join(parts)
+    assert all(part.endswith(b"\n") for part in passed[:-1])
 
 
 # --- servers ---
