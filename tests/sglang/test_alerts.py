@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +397,66 @@ def test_pages_of_the_store_do_not_come(
     usual = lambda: get(1000, 1)  # noqa: E731
     with quiet_before(tmp_path, jobs, names, usual) as prometheus:
         prometheus.until_firing(names, lambda: get(1000, 100))
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server that is well."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def answering() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer((HOST, 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def router(prefill: str, decode: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A router in front of two servers, which are well; its process, and its address."""
+    argv = ["router", "--host", HOST, "--port", "0", "--prefill", prefill, "1", "--decode", decode]
+    command = [sys.executable, "-m", "sglang_mooncake.sglang.cli", *argv]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while (found := re.search(r"listens on \S+ port (\d+)", said)) is None:
+                said += process.stderr.readline()
+                assert process.poll() is None, said
+            yield process, f"{HOST}:{found[1]}"
+        finally:
+            process.kill()
+
+
+@fires("RouterHasIllServers", "RouterDown")
+def test_a_router_loses_a_server_and_ends(
+    tmp_path: Path, undo: ExitStack, registry: str, names: set[str]
+) -> None:
+    prefill, of_decode = undo.enter_context(answering()), ExitStack()
+    undo.callback(of_decode.close)
+    decode = of_decode.enter_context(answering())
+    urls = [f"http://{HOST}:{one.server_port}" for one in (prefill, decode)]
+    process, address = undo.enter_context(router(*urls))
+    jobs = {"sglang-mooncake-router": [address], "sglang-mooncake-registry": [registry]}
+    with quiet_before(tmp_path, jobs, names) as prometheus:
+        of_decode.close()
+        told = prometheus.until_firing({"RouterHasIllServers"}, lambda: None)
+        process.kill()
+        told |= prometheus.until_firing({"RouterDown"}, lambda: None)
+    assert f"The router {address} sends 1 decode servers no requests" in told["RouterHasIllServers"]
+    assert address in told["RouterDown"]
 
 
 def test_each_alert_was_made_to_fire():
