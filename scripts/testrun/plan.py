@@ -28,14 +28,16 @@ FAST = ("-m", "fast")
 #: of a processor; the process of a part reads its own.
 TE_FIRST = "test_te_[a-c]*"
 KVSTORE_FIRST = "test_kvstore_[a-n]*"
+ELSEWHERE = ("te", "kvstore", "sglang_mooncake", "vllm", "router", "bootstrap_server")
 FAST_PARTS = {
     "te, a to c": ("-o", f"python_files={TE_FIRST}.py", "tests/te"),
     "te, the rest": (f"--ignore-glob=*/{TE_FIRST}", "tests/te"),
     "kvstore, a to n": ("-o", f"python_files={KVSTORE_FIRST}.py", "tests/kvstore"),
     "kvstore, the rest": (f"--ignore-glob=*/{KVSTORE_FIRST}", "tests/kvstore"),
     "sglang_mooncake": ("tests/sglang_mooncake", "tests/vllm"),
+    "router, registry": ("tests/router", "tests/bootstrap_server"),
     "all else": (
-        *(f"--ignore=tests/{one}" for one in ("te", "kvstore", "sglang_mooncake", "vllm")),
+        *(f"--ignore=tests/{one}" for one in ELSEWHERE),
         "tests",
     ),
 }
