@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from bootstrap_server import BootstrapError
 from sglang_mooncake.rooms.room import Room
-from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.workers import Workers
 
 __all__ = ["DpRankNotices"]
@@ -56,7 +55,7 @@ class DpRankNotices:
         self._workers.close()
 
     def _tell(self, room: Room, waited_s: float) -> None:
-        if room.view.over or room.view.state is RoomState.ENDING:
+        if room.view.decided:
             return
         try:
             self._register(room.number)

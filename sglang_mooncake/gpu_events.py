@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sglang_mooncake.rooms.prefill_events import AwaitEvents, EventsHappened, StreamEvent
-from sglang_mooncake.rooms.room import Room
-from sglang_mooncake.rooms.states import RoomState
 
 __all__ = ["EventWaiter"]
 
@@ -85,7 +83,7 @@ def _look(rooms: dict[int, deque[AwaitEvents]]) -> list[EventsHappened]:
     found: list[EventsHappened] = []
     for serial, waits in list(rooms.items()):
         room = waits[0].room
-        if _needs_no_more(room):
+        if room.view.decided:
             waits.clear()
         while waits:
             try:
@@ -110,7 +108,3 @@ def _has_happened(event: StreamEvent, asked: dict[int, bool]) -> bool:
     if id(event) not in asked:
         asked[id(event)] = event.query()
     return asked[id(event)]
-
-
-def _needs_no_more(room: Room) -> bool:
-    return room.view.over or room.view.state is RoomState.ENDING

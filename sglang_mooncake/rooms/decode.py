@@ -285,7 +285,7 @@ class DecodeRooms:
     def _end(
         self, record: DecodeRoom | None, end: RoomState, reason: str, *, refused: bool = False
     ) -> list[Instruction]:
-        if record is None or record.view.over or record.view.state is RoomState.ENDING:
+        if record is None or record.view.decided:
             return []
         self._views.change(record, reason=reason, end=end)
         abort = RoomAbort(record.room.number, record.view.generation, reason, refused)

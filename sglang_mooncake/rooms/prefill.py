@@ -220,7 +220,7 @@ class PrefillRooms:
     def _say(self, event: ChunkSent | LayersFilled, now_s: float) -> Iterable[Instruction]:
         """Nothing of a room overtakes what waits there. Rooms do not wait for each other."""
         record = self._table.get(event.room)
-        if record is None or record.is_ending:
+        if record is None or record.view.decided:
             return []  # the scheduler had not yet seen the end when it said this
         if self._table.waiting >= WAITING_MAX and (event.events or record.said):
             full = (

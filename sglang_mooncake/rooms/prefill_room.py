@@ -78,11 +78,6 @@ class PrefillRoom(Record):
         return [one.request for one in self.recipients.values()]
 
     @property
-    def is_ending(self) -> bool:
-        """Whether its end is decided."""
-        return self.view.over or self.view.state is RoomState.ENDING
-
-    @property
     def writes_early(self) -> bool:
         """Whether a write of layers is under way that began before its chunk was sent."""
         return any(write.early for write in self.writes.values())

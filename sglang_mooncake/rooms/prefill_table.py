@@ -64,7 +64,7 @@ class PrefillTable:
     def end(self, record: PrefillRoom | None, end: RoomState, reason: str) -> list[Instruction]:
         """The room ends badly, and all who asked for it are told, unless its end is decided
         already. It is over once no write of it is under way."""
-        if record is None or record.is_ending:
+        if record is None or record.view.decided:
             return []
         asked = {peer: one.request.generation for peer, one in record.recipients.items()}
         told = f"prefill side: {reason}"

@@ -83,6 +83,11 @@ class RoomView(msgspec.Struct, frozen=True):
         """True when the outcome is final and no byte of this room moves any more."""
         return self.state in ENDS
 
+    @property
+    def decided(self) -> bool:
+        """True once it is known how the room ends, though bytes of it may still move."""
+        return self.over or self.state is RoomState.ENDING
+
 
 @dataclass(slots=True, eq=False)
 class Room:
