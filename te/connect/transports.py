@@ -173,9 +173,9 @@ class EngineTransports:
         reasons: list[str] = []
         is_for_good = True
         for name, one in self._all.items():
-            problem = self.problem(one)
-            if name not in card.offers:
-                problem = "the other engine does not offer it"
+            problem: str | None = "the other engine does not offer it"
+            if name in card.offers:
+                problem = self.problem(one)
             if problem is None:
                 try:
                     link = one.open(card, card.offers[name], deadline_s, timeout_s)
