@@ -16,6 +16,11 @@ cdef inline uint8_t *bytes_of(Note *note) noexcept nogil:
     return <uint8_t *>(note + 1)
 
 
+cdef inline bint has_room(u64 notes, u64 nbytes, u64 more_nbytes) noexcept nogil:
+    """Whether a link may have one note more than so many."""
+    return notes < LANE_NOTES_MAX and nbytes + more_nbytes <= LANE_BYTES_MAX
+
+
 cdef void note_free(Note *note) noexcept nogil:
     if note.lane != NULL:
         lane_drop(note.lane)
@@ -42,8 +47,6 @@ cdef Note *box_take(Box *box) noexcept nogil:
     note = box.first
     if note != NULL:
         box.first = note.next
-        if box.first == NULL:
-            box.last = NULL
         box.nbytes -= note.nbytes
         note.lane.kept -= 1
         note.lane.kept_nbytes -= note.nbytes
@@ -56,18 +59,15 @@ cdef void box_put(Box *box, Lane *lane, Note *note) noexcept nogil:
     does, unless all together are too many."""
     cdef bint fits
     pthread_mutex_lock(&box.lock)
-    fits = (
-        lane.kept < LANE_NOTES_MAX
-        and lane.kept_nbytes + note.nbytes <= LANE_BYTES_MAX
-        and box.nbytes + note.nbytes <= BOX_BYTES_MAX
-    )
+    fits = has_room(lane.kept, lane.kept_nbytes, note.nbytes) and (
+        box.nbytes + note.nbytes <= BOX_BYTES_MAX)
     if fits:
         note.lane = lane
         add32(&lane.refs, 1)
         lane.kept += 1
         lane.kept_nbytes += note.nbytes
         box.nbytes += note.nbytes
-        if box.last == NULL:
+        if box.first == NULL:
             box.first = note
         else:
             box.last.next = note
@@ -105,7 +105,7 @@ cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept nogil:
     cdef Note *note
     cdef bint fits
     pthread_mutex_lock(&lane.lock)
-    fits = lane.waiting < LANE_NOTES_MAX and lane.waiting_nbytes + nbytes <= LANE_BYTES_MAX
+    fits = has_room(lane.waiting, lane.waiting_nbytes, nbytes)
     if fits:
         note = <Note *>need(sizeof(Note) + nbytes)
         note.nbytes = nbytes

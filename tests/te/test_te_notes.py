@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 
 import numpy as np
 import pytest
 from te_contract import TIMEOUT_S, Pair, Way, paired
 from te_far import FarEngine, pattern, wait_until
-from te_frames import NOTE_MAX, NOTE_PART_MAX, header, note
+from te_frames import NOTE_MAX, NOTE_PART_MAX, end, header, note
 from te_frames import Kind as FrameKind
 from te_raw import RawSource
 
@@ -91,6 +92,35 @@ def test_what_nobody_takes_is_bounded_and_the_log_says_so(
         assert ours[:8] == list(range(8))
         assert ours == sorted(set(ours))
         assert "notes of peers were dropped" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+def test_so_many_notes_of_a_peer_are_kept_whatever_their_size(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And as many again once these were taken."""
+    kept, numbers = 8_192, itertools.count(1)
+    with te.Engine(te.Config(stall_timeout_s=TIMEOUT_S)) as target:
+        source = RawSource(target.card(), transport)
+        with source.sock:
+            for turn in range(2):
+                data = [i.to_bytes(2, "big") for i in range(kept + 3)]
+                source.send(*(note(next(numbers), one) for one in data), end(1 + turn))
+                source.ack()  # Of what comes behind the notes.
+                assert [one.data for one in target.take_notes()] == data[:kept]
+    assert caplog.text.count(": 3 notes of peers were dropped") == 2
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+def test_notes_that_have_come_outlive_their_link(transport: str) -> None:
+    """But for one of which only a part has come."""
+    with te.Engine(te.Config(stall_timeout_s=TIMEOUT_S)) as target:
+        source = RawSource(target.card(), transport)
+        with source.sock:
+            source.send(note(1, b"first"), note(2, b"second"), note(3, b"thi", 5), end(1))
+            source.ack()  # Of what comes behind the notes.
+        wait_until(lambda: not target.links(), "the link has ended")
+        assert [one.data for one in target.take_notes()] == [b"first", b"second"]
 
 
 def is_accepted(peer: te.Peer, data: bytes) -> bool:
