@@ -54,9 +54,8 @@ class EarlyLayers:
         known = self._announced.get(filled.first)
         if known is None:
             if self._overlap(filled):
-                return (
-                    "chunks that overlap were announced"  # their writes could overtake each other
-                )
+                # Their writes could overtake each other.
+                return "chunks that overlap were announced"
             if len(self._announced) >= ANNOUNCED_MAX:
                 return f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
             known = self._announced[filled.first] = _Announced(np.array(filled.pages), 0)

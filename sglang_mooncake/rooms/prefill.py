@@ -344,9 +344,8 @@ class PrefillRooms:
                 continue
             span = target.share.within(chunk.span, target.num_pages * target.page_span)
             pages = self._count(chunk, span)
-            if (
-                pages or chunk.is_last
-            ):  # the last one carries the completion record, with or without pages
+            # The last one carries the completion record, with or without pages.
+            if pages or chunk.is_last:
                 parts.append((peer, recipient, span, pages))
         return parts
 
