@@ -91,9 +91,9 @@ def _look(rooms: dict[int, deque[AwaitEvents]]) -> list[EventsHappened]:
                     break
             except Exception as error:  # whatever a device's library raises
                 logger.exception(
-                    "an event of the GPU's stream, before room %d can be sent", room.number
+                    "the GPU failed before the pages of room %d were filled", room.number
                 )
-                reason = f"the event before the pages of room {room.number} failed on the GPU"
+                reason = f"the GPU failed before the pages of room {room.number} were filled"
                 found.append(EventsHappened(room, f"{reason}: {error!r}"))
             else:
                 found.append(EventsHappened(room))

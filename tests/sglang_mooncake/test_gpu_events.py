@@ -112,7 +112,7 @@ def test_an_event_that_raises_is_told_and_the_next_goes_on(waiter):
     waiter.wait_for(other, Event(happened=True))
     heard = {one.room.serial: one.failure for one in waiter.hear(2)}
     assert heard[other.serial] is None
-    assert "the event before the pages of room 1 failed on the GPU" in heard[failing.serial]
+    assert "the GPU failed before the pages of room 1 were filled" in heard[failing.serial]
     assert "illegal memory access" in heard[failing.serial]
 
 
