@@ -7,11 +7,11 @@ come, get sources and go, so that no event has to look through rooms that it doe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from sglang_mooncake.rooms.decode_events import RoomSource
-from sglang_mooncake.rooms.room import Record, Room
+from sglang_mooncake.rooms.room import Record, Room, RoomTable
 from sglang_mooncake.rooms.targets import Targets
 
 __all__ = ["DecodeRoom", "DecodeTable"]
@@ -36,11 +36,11 @@ class DecodeRoom(Record):
     slots: tuple[int, ...] = ()
 
 
-class DecodeTable:
-    """Changed by the loop thread alone. Any thread may read `standing` and `rooms`."""
+class DecodeTable(RoomTable[DecodeRoom]):
+    """Any thread may read `standing`."""
 
     def __init__(self) -> None:
-        self._rooms: dict[int, DecodeRoom] = {}  # by serial
+        super().__init__()
         #: By generation, once the room has one.
         self._by_generation: dict[int, DecodeRoom] = {}
         #: By the links of their sources, and of these the ones that wait for a link; by serial.
@@ -50,29 +50,13 @@ class DecodeTable:
         #: (`HelloReply.layers`). Replaced, and never changed.
         self.standing: Mapping[Hashable, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._rooms)
-
     @property
     def is_empty(self) -> bool:
         """Of rooms, the indexes included."""
         return not (self._rooms or self._by_generation or self._by_link or self._waiting)
 
-    def __iter__(self) -> Iterator[DecodeRoom]:
-        """Those that are there now; they may be dropped meanwhile."""
-        return iter(list(self._rooms.values()))
-
-    @property
-    def rooms(self) -> list[Room]:
-        """Any thread may ask."""
-        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
-
     def add(self, room: Room) -> None:
         self._rooms[room.serial] = DecodeRoom(room)
-
-    def get(self, room: Room) -> DecodeRoom | None:
-        """None once it is over."""
-        return self._rooms.get(room.serial)
 
     def ask(self, record: DecodeRoom, sources: tuple[RoomSource, ...]) -> None:
         """The room has these sources from now on, and waits for their links that do not stand."""

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from sglang_mooncake.messages import RoomFailed
 from sglang_mooncake.rooms.events import Over
 from sglang_mooncake.rooms.prefill_events import CancelWrites, Instruction, Tell
 from sglang_mooncake.rooms.prefill_room import PrefillRoom
-from sglang_mooncake.rooms.room import Publisher, Room
+from sglang_mooncake.rooms.room import Publisher, Room, RoomTable
 from sglang_mooncake.rooms.states import TRANSITIONS_PREFILL, RoomState, Step
 
 __all__ = ["ENDED_ROOMS_MAX", "PrefillTable"]
@@ -18,35 +16,18 @@ __all__ = ["ENDED_ROOMS_MAX", "PrefillTable"]
 ENDED_ROOMS_MAX = 4_096
 
 
-class PrefillTable:
-    """Changed by the loop thread alone. Any thread may read `rooms`.
-
+class PrefillTable(RoomTable[PrefillRoom]):
+    """
     views: what other threads see of the rooms.
     waiting: how many of `PrefillRoom.said` there are, of all rooms.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.views = Publisher(TRANSITIONS_PREFILL)
         self.waiting = 0
-        self._rooms: dict[int, PrefillRoom] = {}  # by serial: a number may be in use twice
         self._newest: dict[int, PrefillRoom] = {}  # by room number
         self._ended: dict[int, str] = {}  # room number → why it ended badly
-
-    def __len__(self) -> int:
-        return len(self._rooms)
-
-    def __iter__(self) -> Iterator[PrefillRoom]:
-        """Those that are there now; they may end meanwhile."""
-        return iter(list(self._rooms.values()))
-
-    @property
-    def rooms(self) -> list[Room]:
-        """Any thread may ask."""
-        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
-
-    def get(self, room: Room) -> PrefillRoom | None:
-        """None once it is over."""
-        return self._rooms.get(room.serial)
 
     def newest(self, number: int) -> PrefillRoom | None:
         """The room that decode ranks mean by a number."""

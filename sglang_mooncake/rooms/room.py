@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -25,7 +26,7 @@ from sglang_mooncake.rooms.states import (
     after,
 )
 
-__all__ = ["Publisher", "Record", "Room", "RoomTimes", "RoomView"]
+__all__ = ["Publisher", "Record", "Room", "RoomTable", "RoomTimes", "RoomView"]
 
 _serial = itertools.count(1)
 
@@ -136,6 +137,32 @@ class Record:
 
     room: Room
     view: RoomView = RoomView()  # noqa: RUF009 - it is frozen
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+class RoomTable(Generic[AnyRecord]):
+    """The rooms of one rank that are not over. Changed by the loop thread alone."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, AnyRecord] = {}  # by serial: a number may be in use twice
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __iter__(self) -> Iterator[AnyRecord]:
+        """Those that are there now; they may go meanwhile."""
+        return iter(list(self._rooms.values()))
+
+    @property
+    def rooms(self) -> list[Room]:
+        """Any thread may ask."""
+        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
+
+    def get(self, room: Room) -> AnyRecord | None:
+        """None once it is over."""
+        return self._rooms.get(room.serial)
 
 
 class Publisher:
