@@ -77,7 +77,6 @@ class Lease:
         """
         self._config = config
         self._place = place
-        self._lock = threading.Lock()
         self._line: socket.socket | None = None
         self._held: _Held | None = None
         #: How the owner was that this process joined last.
