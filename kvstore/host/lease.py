@@ -236,23 +236,27 @@ class Lease:
 
     def _run(self) -> None:
         while not self._is_closing:
-            if self._line is not None:
+            if self._line is None:
+                self._join_again()
+            else:
                 self._wait_for_end(self._line)
-                continue
-            attempts = Attempts(time.monotonic())
-            while not self._is_closing and self._line is None:
-                is_refused = False
-                try:
-                    if self._try(JOIN_TIMEOUT_S):
-                        self.on_join()
-                        break
-                except Refusal as exc:
-                    is_refused = True
-                    attempts.refused()
-                    logger.warning("the store of this host is not used: %s", exc)
-                is_holding = self._held is not None and not is_refused
-                is_awaited = is_holding or self._starting is not None
-                self._wait(None, attempts.pause_s(time.monotonic(), is_awaited=is_awaited))
+
+    def _join_again(self) -> None:
+        """Until an owner is joined, or this is to be closed."""
+        attempts = Attempts(time.monotonic())
+        while not self._is_closing:
+            is_refused = False
+            try:
+                if self._try(JOIN_TIMEOUT_S):
+                    self.on_join()
+                    return
+            except Refusal as exc:
+                is_refused = True
+                attempts.refused()
+                logger.warning("the store of this host is not used: %s", exc)
+            is_holding = self._held is not None and not is_refused
+            is_awaited = is_holding or self._starting is not None
+            self._wait(None, attempts.pause_s(time.monotonic(), is_awaited=is_awaited))
 
     def _wait_for_end(self, line: socket.socket) -> None:
         self._wait(line)
