@@ -7,6 +7,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvstore.protocol.messages import decoded
+
 __all__ = ["BYTES_MAX", "Farewell", "Join", "Joined", "Message", "Refused", "decode", "encode"]
 
 BYTES_MAX: Final = 64 << 10
@@ -19,7 +21,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """May this process use the owner, as long as the connection stands? Answered by ``Joined`` or
     ``Refused``. With it may come a descriptor of memory that a former owner has left behind."""
 
-    #: ``kvstore.messages.VERSION``.
+    #: ``kvstore.protocol.messages.VERSION``.
     version: int
     #: How this process would have the owner: ``agreement.wishes``.
     wishes: dict[str, Any]
@@ -67,6 +69,6 @@ def encode(message: Message) -> bytes:
 def decode(raw: bytes) -> Message:
     """``ValueError`` if it is none."""
     try:
-        return _DECODER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        return decoded(_DECODER, raw)
+    except msgspec.DecodeError as exc:
         raise ValueError(f"it cannot be read: {exc}") from exc

@@ -48,6 +48,7 @@ __all__ = [
     "Unpin",
     "decode_answer",
     "decode_question",
+    "decoded",
     "encode",
     "split",
 ]
@@ -334,16 +335,17 @@ def split(frame: bytes | memoryview) -> tuple[bytes, memoryview]:
 
 def decode_question(raw: bytes | memoryview) -> Question:
     """``msgspec.DecodeError`` if it is none."""
-    return _decoded(_QUESTIONS, raw)
+    return decoded(_QUESTIONS, raw)
 
 
 def decode_answer(raw: bytes | memoryview) -> Answer:
     """``msgspec.DecodeError`` if it is none."""
-    return _decoded(_ANSWERS, raw)
+    return decoded(_ANSWERS, raw)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Message], raw: bytes | memoryview) -> Message:
-    """msgspec raises other errors for a text that is not UTF-8, and for lists in lists in lists."""
+def decoded(decoder: msgspec.msgpack.Decoder[Message], raw: bytes | memoryview) -> Message:
+    """``msgspec.DecodeError`` if it is none. msgspec raises other errors for a text that is not
+    UTF-8, and for lists in lists in lists."""
     try:
         return decoder.decode(raw)
     except UnicodeDecodeError as exc:
