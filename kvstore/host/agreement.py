@@ -33,16 +33,13 @@ WISHES: Final = (
     "linger_s",
 )
 """Settings of the owner alone: those of the process that has started it count for all."""
-_PATHS: Final = {"file", "disk"}
 _LABEL: Final = b"kvstore pool"
 
 
 def wishes(config: Config) -> dict[str, Any]:
     """How a process would have the owner, for a message."""
     found = {name: getattr(config, name) for name in WISHES}
-    for name in _PATHS:
-        found[name] = None if found[name] is None else str(found[name])
-    return found
+    return {name: str(one) if isinstance(one, Path) else one for name, one in found.items()}
 
 
 def wished(config: Config, was: Mapping[str, Any]) -> Config:
