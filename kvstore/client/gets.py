@@ -78,14 +78,13 @@ class Gets:
     ) -> list[Got]:
         """See ``Store.get``, and ``Store.get_range``."""
         span = Span(destination.object_bytes) if span is None else span
-        is_whole = span.nbytes == destination.object_bytes
         self._owners.touch_soon(keys, signature, span.nbytes)
         outcomes = [Got.MISSING] * len(keys)
         open_rows: Sequence[int] = range(len(keys))
         fingerprint = fingerprint_of(signature, span.nbytes)
         failed: set[int] = set()
         is_readable = self._memory.is_readable(destination)
-        at_once = self._verify and is_readable and is_whole
+        at_once = self._verify and is_readable and span.nbytes == destination.object_bytes
         for _ in range(ATTEMPTS):
             ranks = bytearray(self._owners.ranks)
             for number in failed:
@@ -96,27 +95,14 @@ class Gets:
             found = self._groups(keys, signature, span.nbytes, open_rows, places, outcomes)
             near = [one for one in found if is_readable and one.source.window is not None]
             groups = [one for one in found if not (is_readable and one.source.window is not None)]
-            try:
-                for group in groups:
-                    if at_once:
-                        group.begin_with_headers(destination.of(group.rows), self._rooms)
-                    else:
-                        group.begin(destination.of(group.rows), span.offset)
-                for group in near:
-                    self._bring(group, destination, span, outcomes)
-                for group in groups:
-                    self.finish(group, destination, outcomes, deadline_s, is_whole=is_whole)
-            except BaseException:
-                _cancel(groups)
-                raise
+            self._read(groups, destination, span, outcomes, deadline_s, near=near, at_once=at_once)
             if outcomes.count(Got.RIGHT) == len(keys):
                 break
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
-            at_once = (
-                False  # Now it is told which bytes are wrong, and which were another object's.
-            )
+            # Now it is told which bytes are wrong, and which were another object's.
+            at_once = False
             failed.update(group.source.number for group in groups if group.failed is not None)
         below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
         if below:
@@ -265,12 +251,21 @@ class Gets:
         span: Span,
         outcomes: list[Got],
         deadline_s: float,
+        *,
+        near: Sequence[Group] = (),
+        at_once: bool = False,
     ) -> None:
-        """Reads objects; headers come behind them."""
+        """Reads objects. ``near``: further ones, which are copied meanwhile. ``at_once``: headers
+        come with the objects, and not behind them."""
         is_whole = span.nbytes == destination.object_bytes
         try:
             for group in groups:
-                group.begin(destination.of(group.rows), span.offset)
+                if at_once:
+                    group.begin_with_headers(destination.of(group.rows), self._rooms)
+                else:
+                    group.begin(destination.of(group.rows), span.offset)
+            for group in near:
+                self._bring(group, destination, span, outcomes)
             for group in groups:
                 self.finish(group, destination, outcomes, deadline_s, is_whole=is_whole)
         except BaseException:
