@@ -89,7 +89,7 @@ class PinnedTable(ObjectTable):
         if not refused:
             return ""
         return (
-            f"{refused} objects were not pinned: {self.pins.units * UNIT_BYTES} bytes are, and an"
-            f" owner's pins take {self.pins.units_max * UNIT_BYTES} bytes at most, which is"
-            f" {PINNED_PART:.0%} of its memory"
+            f"an owner's pins take at most {self.pins.units_max * UNIT_BYTES} bytes, which is"
+            f" {PINNED_PART:.0%} of its memory; {self.pins.units * UNIT_BYTES} bytes are pinned,"
+            f" and {refused} objects were refused"
         )
