@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,10 @@ from store_makers import TIMEOUT_S, config, until
 from store_objects import MIB, filled
 
 from kvstore.config import Config
+from kvstore.host import agreement
+from kvstore.host.messages import BYTES_MAX, Join, Message, decode, encode
+from kvstore.host.place import Place
+from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
 LINGER_S = 600.0
@@ -99,6 +104,31 @@ class User:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.communicate()
+
+
+def dial(place: Place) -> socket.socket:
+    """A line to the owner of a host."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(TIMEOUT_S)
+    line.connect(str(place.socket))
+    return line
+
+
+def join(directory: Path, memory: str = "", was: dict[str, object] | None = None) -> Join:
+    """A question whether a process may use the owner."""
+    mine = config(directory)
+    return Join(VERSION, agreement.wishes(mine), agreement.pool(mine), memory, was or {})
+
+
+def send(line: socket.socket, message: Message, fds: list[int]) -> None:
+    """Says something, with descriptors."""
+    socket.send_fds(line, [encode(message)], fds)
+
+
+def receive(line: socket.socket) -> tuple[Message, list[int]]:
+    """What the other side says, and the descriptors that come along."""
+    raw, fds, _, _ = socket.recv_fds(line, BYTES_MAX, 1)
+    return decode(raw), list(fds)
 
 
 def main() -> None:
