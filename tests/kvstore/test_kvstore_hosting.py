@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import socket
 import threading
 from pathlib import Path
 
 import pytest
-from store_host import dial, join, receive, send
+from store_host import dial, join, receive, send, shared
 from store_makers import TIMEOUT_S, config, until
 from store_objects import MIB
 
-from kvstore.host import agreement
+from kvstore.host import agreement, lease, starting
 from kvstore.host.hosting import Brought, Hosting
-from kvstore.host.messages import Joined, Refused
+from kvstore.host.lease import Lease
+from kvstore.host.messages import BYTES_MAX, Farewell, Joined, Refused, encode
 from kvstore.host.place import Place
+from kvstore.host.starting import Starting
 from kvstore.memory.memory_file import MemoryFile
 
 pytestmark = pytest.mark.slow
@@ -158,3 +162,115 @@ def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
     os.close(read)
     os.close(write)
     memory.close()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_who_goes_or_asks_twice_before_the_owner_is_ready(directory: Path) -> None:
+    """One goes before it is answered; another one asks twice, and brings the memory both times."""
+    before = descriptors()
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    left = MemoryFile.make(1 * MIB)
+    lock.note(left.name)
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), 0.0)
+    gone, twice = dial(place), dial(place)
+    thread = threading.Thread(target=hosting.run)
+    try:
+        send(gone, join(directory), [])
+        for _ in range(2):
+            send(twice, join(directory, left.name), [left.readable_fd])
+        brought = hosting.adopt()
+        assert brought is not None
+        os.close(brought.fd)
+        gone.close()
+        hosting.ready({}, None)
+        assert hosting.users == 1, "nobody is there for the one that has gone"
+        thread.start()
+        for _ in range(2):
+            answer, _ = receive(twice)
+            assert isinstance(answer, Joined)
+        assert hosting.users == 1, "it is one, however often it asks"
+        twice.close()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "nobody uses it any more"
+    finally:
+        for line in (gone, twice):
+            line.close()
+        hosting.end()
+        thread.join(TIMEOUT_S)
+        hosting.close(is_left=False)
+        lock.close()
+        left.close()
+    del left
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"\xc1", "it cannot be read"),
+        (encode(Farewell()), "it answers with Farewell"),
+        (b"", "it has ended the connection"),
+    ],
+)
+def test_an_owner_that_answers_nonsense_is_not_joined(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, why: str
+) -> None:
+    """The server comes up, asks again, and keeps no descriptor that came along."""
+    place = Place(directory)
+    lock = place.lock()  # Else it would start an owner.
+    assert lock is not None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(place.socket))
+    listener.listen()
+    before = descriptors()
+
+    def talk() -> None:
+        while True:
+            try:
+                line, _ = listener.accept()
+            except OSError:  # The test has ended.
+                return
+            with line, contextlib.suppress(OSError):  # Or who asks has gone.
+                line.recv(BYTES_MAX)
+                if answer:
+                    socket.send_fds(line, [answer], [lock.fd])
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+    mine = Lease(shared(directory), place)
+    try:
+        monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
+        until(lambda: why in mine._said, "it is said")
+        assert not mine.is_joined
+    finally:
+        mine.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(TIMEOUT_S)
+        assert descriptors() == before
+        listener.close()
+        lock.close()
+
+
+def test_a_process_that_does_not_begin_is_killed_and_leaves_the_lock(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "_CODE", "import time; time.sleep(3600)")
+    monkeypatch.setattr(starting, "FORK_TIMEOUT_S", 0.1)
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    before = descriptors()
+    with pytest.raises(OSError, match="the new process does not begin"):
+        Starting(shared(directory), lock)
+    assert descriptors() == before
+    lock.close()
+    again = place.lock()
+    assert again is not None, "the process has it no more"
+    again.close()
