@@ -206,7 +206,7 @@ def test_times_are_checked(directory: Path, ttl_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_an_owner_that_does_not_answer_pins_nothing(
+def test_an_owner_that_does_not_answer_pins_nothing_and_tells_no_size(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     count, nbytes = 4, 20_000
@@ -221,6 +221,8 @@ def test_an_owner_that_does_not_answer_pins_nothing(
             assert "not all objects were pinned" in caplog.text
             guest.unpin(some, SIG)
             assert "objects were not unpinned" in caplog.text
+            assert not guest.sizes(some, SIG).any()
+            assert "sizes of objects are not known" in caplog.text
             far.signal(signal.SIGCONT)
 
 
