@@ -74,7 +74,7 @@ from kvstore.protocol.messages import (
 from kvstore.protocol.sockets import Sockets, Where
 from kvstore.rules.change_log import ChangeLog
 
-FORM = 7
+FINGERPRINT = 7
 KEYS_KEPT = 1 << 16
 STEP_S = 0.02
 """How often the owners' changes are made: as often as a busy server stores a batch of pages."""
@@ -88,7 +88,7 @@ def records(first: int, count: int, op: int = ADDED) -> Records:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     found["key"] = np.stack([mixed, numbers], axis=1).view("V16").reshape(-1)
-    found["form"], found["slot"], found["op"] = FORM, numbers & 0xFFFFFFFF, op
+    found["fingerprint"], found["slot"], found["op"] = FINGERPRINT, numbers & 0xFFFFFFFF, op
     return found
 
 
@@ -105,7 +105,7 @@ def table(owners: int, objects: int) -> dict[str, float]:
         rows = rng.integers(0, objects // owners * owners, 1000)
         keys = np.concatenate([records(int(row), 1)["key"] for row in rows])
         begin_s = time.perf_counter()
-        found = made.look_up(keys.view(np.uint8), FORM, ranks, places)
+        found = made.look_up(keys.view(np.uint8), FINGERPRINT, ranks, places)
         assert found == 1000, found
         return time.perf_counter() - begin_s
 
