@@ -39,8 +39,8 @@ from kvstore.protocol.messages import (
     encode,
     split,
 )
-from kvstore.protocol.rate_limited_log import RateLimitedLog
 from kvstore.protocol.sockets import Sockets, Where
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Followed", "Following"]
 

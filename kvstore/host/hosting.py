@@ -27,7 +27,7 @@ from kvstore.host.messages import (
 from kvstore.host.place import Lock, Place, check_user
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.protocol.messages import VERSION
-from kvstore.protocol.rate_limited_log import RateLimitedLog
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Brought", "Hosting"]
 

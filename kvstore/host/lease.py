@@ -34,7 +34,7 @@ from kvstore.host.messages import (
 from kvstore.host.place import Place, check_user
 from kvstore.host.starting import Starting
 from kvstore.protocol.messages import VERSION
-from kvstore.protocol.rate_limited_log import RateLimitedLog
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Lease", "Refusal"]
 

@@ -29,7 +29,7 @@ from kvstore.protocol.messages import (
     decode_question,
     encode,
 )
-from kvstore.protocol.rate_limited_log import RateLimitedLog
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Answerer"]
 

@@ -35,8 +35,8 @@ from kvstore.protocol.messages import (
     encode,
     split,
 )
-from kvstore.protocol.rate_limited_log import RateLimitedLog
 from kvstore.protocol.sockets import Sockets
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Service"]
 

@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from bootstrap_server.admission.routing_ids import ignore_claimed_ids
-from kvstore.protocol.rate_limited_log import RateLimitedLog
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["MESSAGE_BYTES_MAX", "Sockets", "Where"]
 

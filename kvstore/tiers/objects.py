@@ -9,7 +9,6 @@ that is incomplete.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import threading
@@ -20,6 +19,7 @@ from typing import Final
 import xxhash
 
 from kvstore.memory.policies import Policy
+from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.tiers.base import Found, Laid, Usage, Wanted, Written
 from kvstore.tiers.bucket import Bucket, BucketError
 from kvstore.tiers.bundleheads import (
@@ -103,7 +103,8 @@ class Objects:
         #: that these were removed has to stay.
         self._is_blind = False
         self._failed = self._corrupted = 0
-        self._failures, self._losses = _RateLimitedLog(clock), _RateLimitedLog(clock)
+        self._failures = RateLimitedLog(logger, clock, TOLD_EVERY_S)
+        self._losses = RateLimitedLog(logger, clock, TOLD_EVERY_S)
         try:
             self._left = bucket.sizes()
         except BucketError as exc:
@@ -347,25 +348,6 @@ class Objects:
             self._label,
             exc,
         )
-
-
-class _RateLimitedLog:
-    """Lines of the log that may come often."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._told_s = -math.inf
-        self._left_out = 0
-
-    def warn(self, text: str, *values: object) -> None:
-        """Logs it, unless another one was logged just now; then the next one counts it."""
-        now_s = self._clock()
-        if now_s - self._told_s < TOLD_EVERY_S:
-            self._left_out += 1
-            return
-        more = f" ({self._left_out} more since the last such line)" if self._left_out else ""
-        logger.warning(text + more, *values)
-        self._told_s, self._left_out = now_s, 0
 
 
 def _bundle_name(bundle_id: bytes) -> str:

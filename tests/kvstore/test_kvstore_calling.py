@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner import answering
 from kvstore.owner.answering import Answerer
-from kvstore.protocol import calling, rate_limited_log
+from kvstore.protocol import calling
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller, Line, Window
 from kvstore.protocol.mapped import Mapped
@@ -42,6 +43,7 @@ from kvstore.protocol.messages import (
     decode_answer,
     encode,
 )
+from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.store import Store
 
 
@@ -208,13 +210,15 @@ def greeted(directory: Path, raw: bytes, fds: list[int]) -> bytes:
         return one.recv(CALL_BYTES_MAX)
 
 
+@pytest.fixture
+def every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the log is there; before the owner is made."""
+    monkeypatch.setattr(answering, "RateLimitedLog", partial(RateLimitedLog, every_s=0.0))
+
+
 def test_who_is_not_let_in(
-    owner: Store,
-    directory: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    every_line: None, owner: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rate_limited_log, "LOG_EVERY_S", 0.0)
     greeting = encode(Greet(VERSION))
     open_fd = os.memfd_create("open")
     os.ftruncate(open_fd, TRAY_BYTES)

@@ -222,7 +222,7 @@ def test_another_byte_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert caplog.text.count("cannot be read as it was written; it is dropped") == 1
         clock.now_s += TOLD_EVERY_S
         assert read_all(tier, [8]) == [None]
-        assert "it is dropped (1 more since the last such line)" in caplog.text
+        assert "it is dropped (1 more such lines were left out)" in caplog.text
         assert read_all(tier, [5]) == [None]
         assert tier.usage().corrupted == 3, "it is not read again"
         assert put(tier, [5]).stored == [True]
@@ -303,7 +303,7 @@ def test_a_directory_that_vanishes_costs_what_lay_there(
         assert caplog.text.count("the store cannot be used") == 1
         clock.now_s += TOLD_EVERY_S
         assert put(tier, [0]).stored == [False]
-        assert "more since the last such line)" in caplog.text
+        assert "more such lines were left out)" in caplog.text
         path.unlink()
         path.mkdir(mode=0o700)
         assert put(tier, [0, 1]).stored == [True, True]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.protocol.rate_limited_log import LOG_EVERY_S, RateLimitedLog
+from kvstore.rate_limited_log import LOG_EVERY_S, RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

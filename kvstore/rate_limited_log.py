@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the log that others can cause, at a bounded rate: a log that they can fill is an attack
-of its own."""
+"""Lines of the log that may come often, at a bounded rate. Others can cause some of
+them: a log that they can fill is an attack of its own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ LOG_EVERY_S: Final = 5.0
 
 
 class RateLimitedLog:
-    """Logs one line in ``LOG_EVERY_S``, and with it how many were left out. Thread-safe."""
+    """Logs one line in ``every_s``, and with it how many were left out. Thread-safe."""
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = LOG_EVERY_S,
+    ) -> None:
         self._logger = logger
+        self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
         self._next_s = clock()
@@ -33,6 +39,6 @@ class RateLimitedLog:
                 self._left_out += 1
                 return
             left_out, self._left_out = self._left_out, 0
-            self._next_s = now_s + LOG_EVERY_S
+            self._next_s = now_s + self._every_s
         more = f" ({left_out} more such lines were left out)" if left_out else ""
         self._logger.warning("%s%s", text % values, more)
