@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
 import urllib.error
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cpu_serving.ports import PortBlock
 from rdma_testbed.packages import ensure_programs
 from store_makers import TIMEOUT_S, until
 from store_redis import RedisServer, redis_server
@@ -34,9 +34,12 @@ class EtcdServer:
         """``keeps``: whether one that is started again has what it had before."""
         ensure_programs({"etcd": "etcd-server"}, "the store's tests with etcd")
         self._keeps = keeps
-        self.port, self._peer_port = free_ports(2)
+        # Those that the kernel gives out may be another process's before etcd listens there.
+        self._ports = PortBlock()
+        self.port, self._peer_port = self._ports.first, self._ports.first + 1
         self.url = f"etcd://{HOST}:{self.port}"
         self._directory = tempfile.TemporaryDirectory(prefix="kv")
+        self._log = Path(self._directory.name) / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -49,9 +52,8 @@ class EtcdServer:
         command += ["--advertise-client-urls", clients, "--listen-peer-urls", peers]
         command += ["--initial-advertise-peer-urls", peers]
         command += ["--initial-cluster", f"default={peers}"]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
         until(self._answers, "etcd answers")
 
     def kill(self) -> None:
@@ -75,6 +77,9 @@ class EtcdServer:
             return found
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        status = self._process.poll()
+        assert status is None, f"etcd ended with {status}: {self._log.read_text()[-2000:]}"
         try:
             return bool(self.ask("kv/range", key=_text(b"x")))
         except OSError:
@@ -83,17 +88,7 @@ class EtcdServer:
     def close(self) -> None:
         self.kill()
         self._directory.cleanup()
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for one in probes:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in probes]
-    finally:
-        for one in probes:
-            one.close()
+        self._ports.close()
 
 
 def _text(raw: bytes) -> str:

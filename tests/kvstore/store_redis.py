@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import redis
+from cpu_serving.ports import PortBlock
 from rdma_testbed.packages import ensure_programs
 from store_makers import settings, until
 
@@ -28,12 +29,13 @@ class RedisServer:
     def __init__(self, host: str = "127.0.0.1") -> None:
         """``host``: the address that it listens on."""
         ensure_programs({"redis-server": "redis-server"}, "the store's tests with an index")
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self.port: int = probe.getsockname()[1]
+        # One that the kernel gives out may be another process's before Redis listens there.
+        self._ports = PortBlock()
+        self.port = self._ports.first
         self._host = host
         self.url = f"redis://{host}:{self.port}/0"
         self._directory = tempfile.TemporaryDirectory(prefix="kv")
+        self._log = Path(self._directory.name) / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -41,11 +43,8 @@ class RedisServer:
         command = ["redis-server", "--port", str(self.port), "--bind", self._host]
         command += ["--protected-mode", "no"]  # Which refuses others than the loopback.
         command += ["--save", "", "--appendonly", "no", "--dir", self._directory.name]
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            process_group=0,
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
         until(self._answers, "Redis answers")
 
     def kill(self) -> None:
@@ -65,6 +64,9 @@ class RedisServer:
         return redis.Redis.from_url(self.url)
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        status = self._process.poll()
+        assert status is None, f"Redis ended with {status}: {self._log.read_text()[-2000:]}"
         client = self.client()
         try:
             return bool(client.ping())
@@ -76,6 +78,7 @@ class RedisServer:
     def close(self) -> None:
         self.kill()
         self._directory.cleanup()
+        self._ports.close()
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 import metrics_doc
 import requests
 import yaml
+from cpu_serving.ports import PortBlock
 from rdma_testbed.packages import ensure_programs
-from store_etcd import free_ports
 
 __all__ = ["Prometheus", "install", "running"]
 
@@ -120,20 +120,19 @@ def running(directory: Path, jobs: Mapping[str, Sequence[str]]) -> Iterator[Prom
         ],
     }
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
-    (port,) = free_ports(1)
-    with (directory / "log").open("wb") as log:
+    with PortBlock() as ports, (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [
                 "prometheus",
                 f"--config.file={directory}/prometheus.yml",
                 f"--storage.tsdb.path={directory}/data",
-                f"--web.listen-address=127.0.0.1:{port}",
+                f"--web.listen-address=127.0.0.1:{ports.first}",
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
         try:
-            prometheus = Prometheus(f"http://127.0.0.1:{port}")
+            prometheus = Prometheus(f"http://127.0.0.1:{ports.first}")
             prometheus.until_answers(process)
             yield prometheus
         finally:
