@@ -7,19 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import zmq
 import zmq.asyncio
 
-from sglang_mooncake.router.failing import begin_of
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
 
 __all__ = ["EventSource"]
 
@@ -27,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: A server that did not tell where it publishes is asked again after so long.
 ASK_AGAIN_S: Final = 10.0
-ANSWER_S: Final = 30.0
-ANSWER_BYTES_MAX: Final = 16 << 20
 #: How often it is looked whether a stream has gone silent.
 TICK_S: Final = 0.5
 #: A server repeats its batches with its publisher's next turn, within 0.1 s.
@@ -98,26 +94,14 @@ class EventSource:
 
     async def _described(self, view: PrefillView) -> _Described | None:
         """None if the server publishes no events, or does not answer."""
-        try:
-            async with self._session.get(
-                f"{view.server.url}/server_info",
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
-            ) as response:
-                raw = await begin_of(response.content, ANSWER_BYTES_MAX)
-            if response.status != HTTPStatus.OK:
-                return None
-            return msgspec.json.decode(raw, type=_Info).kv_events
-        except (aiohttp.ClientError, TimeoutError):
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
+        said = await ask(self._session, view.server, SERVER_INFO, self._headers)
+        told = decoded(said, _Info)
+        return None if told is None else told.kv_events
 
     async def _subscribed(self, view: PrefillView, described: _Described) -> None:
         """Follows one process of the server: it may be another one after it has been ill."""
         stream, ills = EventStream(), view.server.counts.ills
-        host = urlsplit(view.server.url).hostname or ""
-        host = f"[{host}]" if ":" in host else host
+        host = view.server.bootstrap_host
         socket = self._socket(zmq.SUB)
         try:
             socket.subscribe(described.topic)
@@ -147,10 +131,9 @@ class EventSource:
         state: State = "waiting"
         while view.server.counts.ills == ills:
             if await socket.poll(TICK_S * 1e3):
-                frames = await socket.recv_multipart()
-                if len(frames) >= 2 and len(frames[-2]) == len(_END):
-                    number = int.from_bytes(frames[-2], "big")
-                    stream.take(number, frames[-1], self._clock())
+                batch = _batch(await socket.recv_multipart())
+                if batch is not None:
+                    stream.take(*batch, self._clock())
                 if stream.missing is not None:
                     await self._catch_up(stream, replay)
             state = _told(view, state, stream.state(self._clock()))
@@ -168,11 +151,8 @@ class EventSource:
             socket.connect(replay)
             async with asyncio.timeout(REPLAY_S):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
-                while True:
-                    frames = await socket.recv_multipart()
-                    if len(frames) < 2 or frames[-2] == _END:
-                        break
-                    batches.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+                while (batch := _batch(await socket.recv_multipart())) is not None:
+                    batches.append(batch)
         except TimeoutError:
             batches.clear()  # Not whole.
         finally:
@@ -185,6 +165,13 @@ class EventSource:
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.IPV6, 1)
         return socket
+
+
+def _batch(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    """Its number and its events; None behind the last one that is repeated, and of what is none."""
+    if len(frames) < 2 or len(frames[-2]) != len(_END) or frames[-2] == _END:
+        return None
+    return int.from_bytes(frames[-2], "big"), frames[-1]
 
 
 def _told(view: PrefillView, before: State, now: State) -> State:

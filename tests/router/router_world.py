@@ -46,7 +46,7 @@ class FakeServer:
         self.health = 200
         #: How often it was asked for that.
         self.probes = 0
-        #: It answers nothing but requests and questions for its health.
+        #: While it is, it answers nothing but requests and questions for its health.
         self.is_slow = False
         #: What it tells of itself.
         self.info: dict[str, Any] = {}
@@ -100,8 +100,7 @@ class FakeServer:
             self.probes += 1
             return web.Response(status=self.health)
         self.others.append((request.path, json.loads(raw) if raw else None))
-        if self.is_slow:
-            await asyncio.Event().wait()
+        await until(lambda: not self.is_slow)
         states = {"at": request.path, "internal_states": [{"port": self.port}]}
         return await in_two_pieces(request, {**states, **self.info})
 

@@ -29,8 +29,6 @@ from router_world import (
 )
 
 from sglang_mooncake.router import app, forwarding, probing, routing
-from sglang_mooncake.router.pages import token_names
-from sglang_mooncake.router.placement import Look
 
 
 @pytest.fixture
@@ -675,23 +673,6 @@ def test_a_late_server_ends_the_request() -> None:
     run(job())
 
 
-def test_questions_for_all_servers_reach_them() -> None:
-    async def job() -> None:
-        async with World(prefill=2) as world:
-            servers = (*world.prefill, *world.decode)
-            assert (await world.get("/flush_cache", "POST"))[0] == 200
-            assert [one.others for one in servers] == [[("/flush_cache", None)]] * 3
-            assert (await world.get("/health_generate"))[0] == 200
-            status, text = await world.get("/get_server_info")
-            assert status == 200
-            assert f'"internal_states": [{{"port": {world.decode[0].port}}}]' in text
-            _, text = await world.get("/model_info")
-            assert f'[{{"port": {world.prefill[0].port}}}]' in text
-            assert (await world.get("/nowhere"))[0] == 404
-
-    run(job())
-
-
 @asynccontextmanager
 async def half_a_request(world: World, path: str) -> AsyncIterator[tuple[Reader, Writer]]:
     """The head of a request with two bytes; none of them has come."""
@@ -751,26 +732,6 @@ def test_metrics_and_status_tell_what_has_happened() -> None:
             _, page = await world.get("/")
             assert "2 answered" in page
             assert "ill for" in page
-
-    run(job())
-
-
-def test_caches_are_forgotten_also_where_the_client_does_not_wait_for_it() -> None:
-    prompt = list(range(320))
-
-    async def job() -> None:
-        async with World(prefill=2, prefill_policy="cache_aware") as world:
-            await world.ask(input_ids=prompt)
-            await world.idle()
-            at = 0 if world.prefill[0].asked else 1
-            view = world.views[world.known(world.prefill[at])]
-            look = Look(token_names(prompt, 16), 16, 320)
-            assert view.figures(look, 0.0).hit_tokens > 0
-            world.decode[0].is_slow = True
-            flushing = asyncio.create_task(world.get("/flush_cache", "POST"))
-            await until(lambda: ("/flush_cache", None) in world.prefill[at].others)
-            flushing.cancel()
-            await until(lambda: view.figures(look, 0.0).hit_tokens == 0)
 
     run(job())
 
