@@ -62,12 +62,11 @@ class _OldBlockStored(msgspec.Struct, tag="BlockStored", array_like=True):
     medium: str | None = None
 
 
-class _OldBlockRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True):
-    block_hashes: list[int]
-    medium: str | None = None
+class _OldBlockRemoved(_BlockRemoved, tag="BlockRemoved", array_like=True):
+    pass
 
 
-class _OldAllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+class _OldAllBlocksCleared(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
     pass
 
 
@@ -76,14 +75,8 @@ class _OldBatch(msgspec.Struct, array_like=True):
     events: list[_OldBlockStored | _OldBlockRemoved | _OldAllBlocksCleared]
 
 
-_Event: TypeAlias = (
-    _BlockStored
-    | _BlockRemoved
-    | _AllBlocksCleared
-    | _OldBlockStored
-    | _OldBlockRemoved
-    | _OldAllBlocksCleared
-)
+_Stored: TypeAlias = _BlockStored | _OldBlockStored
+_Event: TypeAlias = _Stored | _BlockRemoved | _AllBlocksCleared
 _BATCH: Final = msgspec.msgpack.Decoder(_Batch)
 _OLD_BATCH: Final = msgspec.msgpack.Decoder(_OldBatch)
 
@@ -206,19 +199,19 @@ class EventStream:
             match event:
                 case _BlockStored() | _OldBlockStored():
                     self._stored(event)
-                case _BlockRemoved() | _OldBlockRemoved():
+                case _BlockRemoved():
                     self._removed(event)
-                case _AllBlocksCleared() | _OldAllBlocksCleared():
+                case _AllBlocksCleared():
                     self._pages.clear()
 
-    def _stored(self, event: _BlockStored | _OldBlockStored) -> None:
+    def _stored(self, event: _Stored) -> None:
         bit = self._bit(event.medium)
         for name in event.block_hashes:
             self._pages[name] = self._pages.get(name, 0) | bit
         while len(self._pages) > PAGES_MAX:
             self._pages.popitem(last=False)
 
-    def _removed(self, event: _BlockRemoved | _OldBlockRemoved) -> None:
+    def _removed(self, event: _BlockRemoved) -> None:
         bit = self._bit(event.medium)
         for name in event.block_hashes:
             left = self._pages.get(name, 0) & ~bit
