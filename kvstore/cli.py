@@ -27,7 +27,7 @@ from kvstore.serving import allow_open_files, serve, serve_beside
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
-from te.arguments import BAD_USAGE, Parser
+from te.arguments import BAD_USAGE, Parser, address
 from te.checkout import of_checkout
 from te.version import version
 
@@ -158,7 +158,7 @@ def _add_how_it_is_reached(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--metrics",
-        type=_address,
+        type=address,
         metavar="HOST:PORT",
         help="answer GET /metrics there, for Prometheus; 0.0.0.0 is every address of this host",
     )
@@ -169,16 +169,6 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
-
-
-def _address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, ``[::1]:9401``."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not HOST:PORT, such as 0.0.0.0:9401 or 127.0.0.1:9401"
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _serve(options: argparse.Namespace) -> int:

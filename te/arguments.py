@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the commands ``te``, ``kvstore`` and ``sglang-mooncake`` take their command lines."""
+"""How the commands ``te``, ``kvstore`` and ``sglang-mooncake`` take their command lines, and the
+types of arguments that are numbers and addresses."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
 
-__all__ = ["BAD_USAGE", "Parser"]
+__all__ = ["BAD_USAGE", "Parser", "address", "number", "whole"]
 
 BAD_USAGE = 2
+#: Far more than any number that is asked for has.
+_DIGITS_MAX: Final = 30
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,3 +57,44 @@ class Parser(argparse.ArgumentParser):
             if near:
                 error.message += f": did you mean {near[0]}?"
             raise
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argument's type: a whole number from ``least`` (not negative) to ``most``; None: without
+    an upper limit."""
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isdecimal() and len(text) <= _DIGITS_MAX else -1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
+        return value
+
+    return parse
+
+
+def number(least: float, most: float, unit: str) -> Callable[[str], float]:
+    """An argument's type: a number from ``least`` to ``most``, both in ``unit``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number from {least:.10g} to {most:.10g} {unit}"
+            )
+        return value
+
+    return parse
+
+
+def address(text: str) -> tuple[str, int]:
+    """An argument's type: ``HOST:PORT``, ``[::1]:7650``; an IPv6 address loses its brackets."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or len(port) > _DIGITS_MAX or int(port) > 65_535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:PORT, such as 0.0.0.0:9401 or 127.0.0.1:9401"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from te.arguments import number, whole
+
 __all__ = [
     "CACHE_AWARE",
     "DESCRIPTION",
@@ -55,6 +57,11 @@ _WITHOUT_EFFECT: Final[dict[str, int]] = {
 _MATTERS_OF_COURSE: Final = frozenset({"--mini-lb", "--pd-disaggregation"})
 
 
+_SECONDS: Final = number(0.01, 1e6, "s")
+_PORT: Final = whole(0, 65_535)
+_COUNT: Final = whole(1)
+
+
 class OptionsError(ValueError):
     """The options cannot be served: the sentence names the one to change."""
 
@@ -90,7 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     add = parser.add_argument
     add("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
-    add("--port", type=_port, default=30_000, metavar="N", help="port to listen on (30000)")
+    add(
+        "--port",
+        type=_PORT,
+        default=30_000,
+        metavar="N",
+        help="port to listen on (30000)",
+    )
     add(
         "--prefill",
         nargs="+",
@@ -117,28 +130,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-policy", choices=POLICIES, help="that of decode servers (--policy)")
     add(
         "--request-timeout-secs",
-        type=_seconds,
+        type=_SECONDS,
         default=1800.0,
         metavar="S",
         help="a request ends after so long at the latest (1800)",
     )
     add(
         "--health-check-interval-secs",
-        type=_seconds,
+        type=_SECONDS,
         default=10.0,
         metavar="S",
         help="how often each server is asked for its health (10); one that is ill each second",
     )
     add(
         "--health-check-timeout-secs",
-        type=_seconds,
+        type=_SECONDS,
         default=5.0,
         metavar="S",
         help="a server that does not answer for so long has failed (5)",
     )
     add(
         "--health-failure-threshold",
-        type=_count,
+        type=_COUNT,
         default=3,
         metavar="N",
         help="so many failures, one after another, make a server ill (3)",
@@ -151,14 +164,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-ttft-secs",
-        type=_seconds,
+        type=_SECONDS,
         metavar="S",
         help="requests whose first token is expected later, because of those before them, are "
         "answered with status 429 (cache_aware alone; all are taken)",
     )
     add(
         "--max-payload-size",
-        type=_count,
+        type=_COUNT,
         default=512 << 20,
         metavar="BYTES",
         help="longest body of a request (536870912)",
@@ -224,9 +237,10 @@ def _prefill(words: Sequence[str]) -> tuple[str, int | None]:
     port = words[1].lower() if len(words) > 1 else "none"
     if port == "none":
         return url, None
-    if not port.isdecimal() or not 1 <= int(port) <= 65_535:
-        raise OptionsError(f"--prefill {url}: {words[1]!r} is no port, nor the word none")
-    return url, int(port)
+    try:
+        return url, whole(1, 65_535)(port)
+    except argparse.ArgumentTypeError as error:
+        raise OptionsError(f"--prefill {url}: {error}, nor the word none") from error
 
 
 def _url(option: str, text: str) -> str:
@@ -241,29 +255,5 @@ def _url(option: str, text: str) -> str:
     return text.rstrip("/")
 
 
-def _port(text: str) -> int:
-    value = int(text) if text.isdecimal() else -1
-    if not 0 <= value <= 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.01 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time between 0.01 and 1000000 s")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return value
-
-
 def _count_or_any(text: str) -> int:
-    return -1 if text == "-1" else _count(text)
+    return -1 if text == "-1" else _COUNT(text)

@@ -27,7 +27,7 @@ from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model,
 from sglang_mooncake.sglang.dry_run.options import installed_release
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
-from te.arguments import Parser
+from te.arguments import Parser, number, whole
 from te.version import version
 
 __all__ = ["main"]
@@ -179,13 +179,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--page-size",
-        type=_positive,
+        type=whole(1, 65_536),
         metavar="N",
         help=f"tokens per page where the flags do not say it ({PAGE_SIZE})",
     )
     add(
         "--rail-gbit",
-        type=_rate,
+        type=number(0.001, 1e6, "Gbit/s"),
         default=RAIL_GBIT,
         metavar="G",
         help=f"rate at which one rank can send or receive, in Gbit/s ({RAIL_GBIT:g})",
@@ -238,23 +238,6 @@ def _release(text: str) -> str:
     if not _RELEASE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no release of SGLang, such as 0.5.21")
     return text
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= 65_536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 65536")
-    return value
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.001 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate between 0.001 and 1000000 Gbit/s")
-    return value
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from sglang_mooncake.explain.elsewhere import (
 from sglang_mooncake.explain.questions import COUNT_MAX, RankStories
 from sglang_mooncake.explain.text import as_text, refused_text
 from sglang_mooncake.explain.timeline import Timeline, timelines
+from te.arguments import whole
 from te.errors import StatusSocketError
 from te.printable import printable
 from te.status import ask, running
@@ -69,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("room", nargs="?", type=int, help="bootstrap room of the request")
     which.add_argument("--last", action="store_true", help="the request that ended last")
     which.add_argument(
-        "--slowest", type=_count, metavar="N", help=f"the N slowest requests, up to {COUNT_MAX}"
+        "--slowest",
+        type=whole(1, COUNT_MAX),
+        metavar="N",
+        help=f"the N slowest requests, up to {COUNT_MAX}",
     )
     parser.add_argument(
         "--svg",
@@ -105,13 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of the status sockets (SGLANG_MOONCAKE_STATUS_DIR of the servers),"
         " also where --on asks",
     )
-
-
-def _count(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if not 1 <= count <= COUNT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {COUNT_MAX}")
-    return count
 
 
 def explain(parsed: argparse.Namespace) -> int:

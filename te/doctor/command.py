@@ -12,6 +12,7 @@ from typing import Final
 
 from msgspec import structs
 
+from te.arguments import address, whole
 from te.config import GID_INDEX_AUTOMATIC, LIMITS, TRANSPORTS
 from te.doctor.facts import Facts, gather
 from te.doctor.findings import BAD_USAGE, Finding, by_severity, judge
@@ -85,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     two = parser.add_mutually_exclusive_group()
     two.add_argument(
         "--peer",
-        type=_address,
+        type=address,
         metavar="HOST:PORT",
         help="check the ways to the host on which te doctor --listen runs",
     )
     two.add_argument(
         "--listen",
-        type=_address,
+        type=address,
         metavar="HOST:PORT",
         help="be the other side of a check; port 0 takes a free one",
     )
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--listen-s",
-        type=_whole(1, LISTEN_S_MAX),
+        type=whole(1, LISTEN_S_MAX),
         default=LISTEN_S,
         metavar="SECONDS",
         help=f"stop listening after so long (default: {LISTEN_S})",
@@ -225,24 +226,7 @@ def _progress(text: str) -> None:
         sys.stderr.write(f"te doctor: {text}\n")
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not (text.isdecimal() and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
 def _gid_index(text: str) -> int | None:
     if text == str(GID_INDEX_AUTOMATIC):
         return None
-    return _whole(0, LIMITS["gid_index"][1])(text)
-
-
-def _address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, ``[::1]:7650``."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return whole(0, LIMITS["gid_index"][1])(text)

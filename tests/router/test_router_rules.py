@@ -307,7 +307,10 @@ def test_a_port_of_a_registry_may_be_left_to_the_server() -> None:
         ((*PAIR, "--decode", "http://b:x"), "is no URL"),
         ((*PAIR, "--decode", "http://a:1"), "http://a:1 is named twice"),
         ((*PAIR, "--policy", "random", "--max-ttft-secs", "1"), "only the policy cache_aware"),
-        ((*PAIR, "--prefill", "http://c:1", "word"), "'word' is no port"),
+        (
+            (*PAIR, "--prefill", "http://c:1", "word"),
+            "'word' is not a whole number from 1 to 65535, nor the word none",
+        ),
         ((*PAIR, "--prefill", "http://c:1", "1", "2"), "takes a URL and a port"),
     ],
 )

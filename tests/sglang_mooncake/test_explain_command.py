@@ -158,7 +158,7 @@ def test_a_drawing_that_cannot_be_written_is_an_error(pair, directory, capsys, t
 def test_a_bad_number_is_refused(count, capsys):
     with pytest.raises(SystemExit):
         main(["explain", "--slowest", count])
-    assert f"is not a number from 1 to {COUNT_MAX}" in capsys.readouterr().err
+    assert f"is not a whole number from 1 to {COUNT_MAX}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
 
 import pytest
 
-from te.arguments import Parser
+from te.arguments import Parser, address, number, whole
 
 pytestmark = pytest.mark.pure
 
@@ -61,3 +63,36 @@ def test_right_command_lines_are_taken() -> None:
     assert (taken.memory, taken.metrics, taken.rest) == ("1", "a", ["--tp", "8"])
     # What is no single word is a value: --prefill "--tp-size 8".
     assert parser().parse_args(["serve", "--memory", "--tp-size 8"]).memory == "--tp-size 8"
+
+
+def test_numbers_are_taken_within_their_limits() -> None:
+    assert [whole(0, 65_535)(text) for text in ("0", "65535")] == [0, 65_535]
+    assert whole(1)("9" * 30) == int("9" * 30)
+    assert [number(0.01, 1e6, "s")(text) for text in ("0.01", "1e6")] == [0.01, 1e6]
+    assert address("[::1]:0") == ("::1", 0)
+    assert address("host:65535") == ("host", 65_535)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (whole(1, 9), "0", "'0' is not a whole number from 1 to 9"),
+        (whole(1, 9), "10", "from 1 to 9"),
+        (whole(0), "-1", "'-1' is not a whole number of at least 0"),
+        (whole(1), "1.0", "of at least 1"),
+        (whole(1), "9" * 31, "of at least 1"),
+        (whole(1), "", "'' is not"),
+        (number(0.01, 1e6, "s"), "0", "'0' is not a number from 0.01 to 1000000 s"),
+        (number(0, 1, "s"), "nan", "'nan' is not a number from 0 to 1 s"),
+        (number(0, 1, "s"), "x", "'x' is not a number"),
+        (address, "9401", "'9401' is not HOST:PORT, such as"),
+        (address, ":1", "is not HOST:PORT"),
+        (address, "a:65536", "is not HOST:PORT"),
+        (address, "a:" + "9" * 31, "is not HOST:PORT"),
+    ],
+)
+def test_what_is_no_such_number_is_refused(
+    kind: Callable[[str], object], text: str, said: str
+) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=said):
+        kind(text)

@@ -94,7 +94,7 @@ def test_bad_arguments_are_3(text: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         main(["doctor", f"--gid-index={text}"])
     assert ended.value.code == 3
-    assert f"'{text}' is not a number from 0 to 255" in capsys.readouterr().err
+    assert f"'{text}' is not a whole number from 0 to 255" in capsys.readouterr().err
 
 
 def test_bad_arguments_of_other_commands_stay_2(capsys: pytest.CaptureFixture[str]) -> None:

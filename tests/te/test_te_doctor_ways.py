@@ -406,7 +406,7 @@ def test_a_check_that_cannot_be_made_is_3(
         (["--peer", "host:x"], "'host:x' is not HOST:PORT"),
         (["--listen", "host:65536"], "'host:65536' is not HOST:PORT"),
         (["--listen", "a:1", "--peer", "a:1"], "not allowed with argument"),
-        (["--listen", "a:1", "--listen-s", "0"], "'0' is not a number from 1 to 86400"),
+        (["--listen", "a:1", "--listen-s", "0"], "'0' is not a whole number from 1 to 86400"),
     ],
 )
 def test_bad_addresses_are_told(
