@@ -78,5 +78,6 @@ def decoded(said: Said, kind: type[_T]) -> _T | None:
 
 
 def _is_refused(error: BaseException) -> bool:
-    is_connector = isinstance(error, aiohttp.ClientConnectorError)
-    return is_connector and error.os_error.errno == errno.ECONNREFUSED
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return False
+    return error.os_error.errno == errno.ECONNREFUSED
