@@ -5,20 +5,25 @@
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint64_t, uint8_t
-from libc.string cimport memcmp, memcpy, memmove
+from libc.string cimport memcmp, memcpy
 
 ctypedef uint8_t u8
 ctypedef uint64_t u64
 
-cdef extern from "xxh3.h" nogil:
+cdef extern from "core/xxh3.h" nogil:
     ctypedef struct xxh3_state:
         pass
+    ctypedef struct xxh3_stream:
+        pass
     enum:
-        XXH3_BLOCK, XXH3_SHORT, XXH3_STRIPE
+        XXH3_BLOCK, XXH3_SHORT
     void xxh3_begin(xxh3_state *state)
     void xxh3_feed(xxh3_state *state, const u8 *p, u8 *to, u64 blocks, int past_caches)
     u64 xxh3_end(xxh3_state *state, const u8 *rest, u64 n)
     u64 xxh3_short(const u8 *p, u64 n)
+    void xxh3_open(xxh3_stream *stream)
+    void xxh3_add(xxh3_stream *stream, const u8 *p, u64 n)
+    u64 xxh3_close(xxh3_stream *stream)
 
 cdef extern from *:
     """
@@ -72,6 +77,7 @@ cdef class View:
 
 cdef struct Pieces:
     const u64 *sizes
+    Py_ssize_t count
     u64 total
     bint past_caches
 
@@ -148,36 +154,17 @@ cdef u64 copy_and_hash(
 
 cdef u64 hashed(const Pieces *pieces, const u64 *addresses) noexcept nogil:
     """The checksum of one object's pieces."""
-    cdef u8 room[64 + 1024]  # XXH3_STRIPE bytes of what came last, and a block
-    cdef u8 *block = room + XXH3_STRIPE
-    cdef xxh3_state state
-    cdef Cursor at
-    cdef u64 n = pieces.total, todo = (n - 1) // XXH3_BLOCK, blocks, left = 0
-    cdef u8 *here
-    at.addresses, at.piece, at.offset = addresses, 0, 0
-    if n <= XXH3_SHORT:
-        copy(pieces, &at, block, n, True)
-        return xxh3_short(block, n)
-    xxh3_begin(&state)
-    while todo:
-        here = here_of(pieces, &at, &left)
-        blocks = min(todo, left // XXH3_BLOCK)
-        if blocks == 0:  # A block that lies in two pieces or more.
-            copy(pieces, &at, block, XXH3_BLOCK, True)
-            here, blocks = block, 1
-        else:
-            advance(pieces, &at, blocks * XXH3_BLOCK)
-        xxh3_feed(&state, here, NULL, blocks, False)
-        todo -= blocks
-        if todo == 0:
-            memmove(room, here + blocks * XXH3_BLOCK - XXH3_STRIPE, XXH3_STRIPE)
-    copy(pieces, &at, block, (n - 1) % XXH3_BLOCK + 1, True)
-    return xxh3_end(&state, block, n)
+    cdef xxh3_stream stream
+    cdef Py_ssize_t i
+    xxh3_open(&stream)
+    for i in range(pieces.count):
+        xxh3_add(&stream, <const u8 *>addresses[i], pieces.sizes[i])
+    return xxh3_close(&stream)
 
 
 cdef int describe(Pieces *pieces, View sizes, Py_ssize_t count, Py_ssize_t objects) except -1:
     cdef Py_ssize_t i
-    pieces.sizes, pieces.total = sizes.words(), 0
+    pieces.sizes, pieces.count, pieces.total = sizes.words(), count, 0
     for i in range(count):
         if pieces.sizes[i] == 0:
             raise ValueError("a piece of 0 bytes")

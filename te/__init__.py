@@ -12,12 +12,14 @@ from __future__ import annotations
 from te.blocks import BLOCK, Blocks
 from te.buffers import Buffer, allocate
 from te.config import Config
+from te.digests import Digester
 from te.engine import Engine
 from te.errors import (
     BoundsError,
     ClosedError,
     ConnectError,
     DeviceError,
+    DigestError,
     Error,
     FenceTimeout,
     HandshakeError,
@@ -56,6 +58,8 @@ __all__ = [
     "Config",
     "ConnectError",
     "DeviceError",
+    "DigestError",
+    "Digester",
     "Engine",
     "Error",
     "Fence",

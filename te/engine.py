@@ -22,6 +22,7 @@ from te.connect.accept import Acceptor
 from te.connect.pool import Pool
 from te.connect.transports import EngineTransports
 from te.core.engine import Engine as Plane
+from te.digests import Digester
 from te.errors import ClosedError, FenceTimeout, StatusSocketError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
@@ -256,6 +257,17 @@ class Engine:
         finally:  # The region may be gone although a landing under way did not end.
             if region not in self._memory.regions:
                 self._transports.unshare(region, self._config.connect_timeout_s)
+
+    def digester(self) -> Digester:
+        """What makes digests of registered memory, such as is compared with a copy of it. It has
+        memory of its own, pinned for each kind of memory that is registered now: close it before
+        the engine.
+
+        Raises:
+            te.DigestError: registered memory is of a kind that this process cannot read.
+        """
+        self._check_open()
+        return Digester(self._plane, self._memory)
 
     # -- peers
 

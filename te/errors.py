@@ -8,6 +8,7 @@ __all__ = [
     "ClosedError",
     "ConnectError",
     "DeviceError",
+    "DigestError",
     "Error",
     "FenceTimeout",
     "HandshakeError",
@@ -38,6 +39,10 @@ class RegistrationError(Error):
 
 class BoundsError(Error):
     """A block lies outside the registered memory it must lie in; no byte moved."""
+
+
+class DigestError(Error):
+    """Memory lies outside what is registered, or cannot be read; nothing was changed."""
 
 
 class QueueFull(Error):

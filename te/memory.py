@@ -251,6 +251,12 @@ class RegionTable:
                 region.registration.close()
         self._refusal = _nothing_refused  # The engine's transports keep this table, and it them.
 
+    @property
+    def kinds(self) -> tuple[MemoryKind, ...]:
+        """Of all memory that is, or was, registered. Any thread may ask."""
+        with self._lock:
+            return tuple(self._kinds)
+
     def mappers(self, handles: str) -> tuple[MemoryKind, ...]:
         """The kinds that map other processes' memory by such handles, of memory that is, or was,
         registered here."""

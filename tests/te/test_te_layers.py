@@ -44,6 +44,7 @@ LAYERS = (
     "landing",
     "receiving",
     "engine",
+    "digests",
     "handles",
 )
 COMPILED = sorted([*TE.rglob("*.pxd"), *TE.rglob("*.pyx")])

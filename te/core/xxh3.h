@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* XXH3-64 without a seed, after the published specification of the hash. It is here, and not called
-   from Python's xxhash, so that the objects of a batch are hashed without the interpreter's lock, and
-   large ones piece by piece while they are copied: what was just copied is in the cache. */
-#ifndef KVSTORE_XXH3_H
-#define KVSTORE_XXH3_H
+   from Python's xxhash, so that a batch is hashed without the interpreter's lock, and what is large piece
+   by piece: while it is copied, or where it lies in memory. */
+#ifndef TE_CORE_XXH3_H
+#define TE_CORE_XXH3_H
 
 #include <stdint.h>
 #include <string.h>
@@ -261,6 +261,56 @@ static uint64_t xxh3_end(xxh3_state *state, const uint8_t *rest, uint64_t n) {
             found[2 * i] ^ xxh3_word(xxh3_secret + 11 + 16 * i),
             found[2 * i + 1] ^ xxh3_word(xxh3_secret + 19 + 16 * i));
     return xxh3_avalanche(h);
+}
+
+/* -- the same of bytes that come in pieces of any size */
+
+typedef struct {
+    xxh3_state state;
+    uint64_t total;
+    uint64_t held;                        /* bytes in `block`, which are not hashed yet */
+    uint8_t last[XXH3_STRIPE];            /* of the blocks that are: `block` lies behind it */
+    uint8_t block[XXH3_BLOCK];
+} xxh3_stream;
+
+static inline void xxh3_open(xxh3_stream *s) {
+    xxh3_begin(&s->state);
+    s->total = s->held = 0;
+}
+
+/* `n` bytes more. A block is hashed once a byte follows it, as the last one is for `xxh3_end`. */
+static inline void xxh3_add(xxh3_stream *s, const uint8_t *p, uint64_t n) {
+    uint64_t some, blocks;
+    s->total += n;
+    if (s->held) {
+        some = n < XXH3_BLOCK - s->held ? n : XXH3_BLOCK - s->held;
+        memcpy(s->block + s->held, p, some);
+        s->held += some;
+        p += some;
+        n -= some;
+        if (!n)
+            return;
+        xxh3_feed(&s->state, s->block, NULL, 1, 0);
+        memcpy(s->last, s->block + XXH3_BLOCK - XXH3_STRIPE, XXH3_STRIPE);
+        s->held = 0;
+    }
+    if (!n)
+        return;
+    blocks = (n - 1) / XXH3_BLOCK;
+    if (blocks) {
+        xxh3_feed(&s->state, p, NULL, blocks, 0);
+        p += blocks * XXH3_BLOCK;
+        n -= blocks * XXH3_BLOCK;
+        memcpy(s->last, p - XXH3_STRIPE, XXH3_STRIPE);
+    }
+    memcpy(s->block, p, n);
+    s->held = n;
+}
+
+static inline uint64_t xxh3_close(xxh3_stream *s) {
+    if (s->total <= XXH3_SHORT)
+        return xxh3_short(s->block, s->total);
+    return xxh3_end(&s->state, s->block, s->total);
 }
 
 #endif
