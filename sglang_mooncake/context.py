@@ -11,7 +11,7 @@ from typing import Literal
 from bootstrap_server import InstanceConfig, RankCoords
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.ranks.records import FLAGS
-from sglang_mooncake.layout import UNSPLIT, Place, Split
+from sglang_mooncake.layout import UNSPLIT, Place, Split, Verify
 from te.config import LABEL_CHARS_MAX
 
 __all__ = [
@@ -75,6 +75,7 @@ class RankContext:
         instead of the first one all of them.
     split: how this rank's KV cache is split beside TP and pipeline stages.
     keys: those of the deployment's secrets; empty without one.
+    verify: how much of what is handed over is digested at least.
     """
 
     role: Role
@@ -89,6 +90,7 @@ class RankContext:
     split: Split = UNSPLIT
     names: SettingNames = FIELD_NAMES
     keys: Keys = Keys()  # noqa: RUF009 - it is frozen
+    verify: Verify = Verify.OFF
 
     @property
     def place(self) -> Place:

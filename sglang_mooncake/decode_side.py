@@ -28,6 +28,7 @@ from bootstrap_server.ranks import matching
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.digesting import LandedDigests
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
 from sglang_mooncake.fetching import fetch_instance
@@ -40,7 +41,12 @@ from sglang_mooncake.messages import Hello
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.registry_check import RegistryCheck
 from sglang_mooncake.rooms import decode as rooms
-from sglang_mooncake.rooms.arrival import CompletionDisagrees, check_dealt, has_arrived
+from sglang_mooncake.rooms.arrival import (
+    CompletionDisagrees,
+    Expected,
+    check_dealt,
+    has_arrived,
+)
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side
@@ -111,6 +117,7 @@ class DecodeSide(Side):
             new_tag=te.new_tag,
             computed_first=context.waits_for_prompt,
             names=context.names,
+            verify=context.verify,
         )
         self.instances = PrefillInstances(
             registries,
@@ -151,6 +158,15 @@ class DecodeSide(Side):
             self._refused_by,
             context.keys.control,
         )
+        self._digests = LandedDigests(
+            engine.digester(),
+            recorder,
+            layout,
+            context.place,
+            context.name,
+            lambda compare: self._landed(compare.expected),
+            lambda verified: self._loop.post(verified),
+        )
         self._fencer = Fencer(
             engine.fence, lambda room: self._loop.post(rooms.Fenced(room)), "kv-decode-fences"
         )
@@ -159,6 +175,7 @@ class DecodeSide(Side):
 
     def start(self) -> None:
         self._fencer.start()
+        self._digests.start()
         self._loop.start()
         self._check.start()
         for address in self._registries.exact:
@@ -167,6 +184,7 @@ class DecodeSide(Side):
 
     def close(self) -> None:
         super().close()
+        self._digests.close()
         self._fencer.close()
         self.instances.close()
         self._given_up.close()
@@ -312,18 +330,16 @@ class DecodeSide(Side):
         view, completions = room.view, []
         arrived = bool(view.expected)
         for expected in view.expected:
-            writes = self._engine.arrived(expected.tag)
-            if not writes:
-                arrived = False
-                continue
-            nbytes = self._engine.arrived_nbytes(expected.tag)
             try:
-                completion = self._completions.read(expected.slot)
-                is_here = has_arrived(expected, completion, writes, nbytes)
+                completion = self._landed(expected)
             except CompletionDisagrees as error:
                 self.fail(room, str(error))
                 return False
-            arrived = arrived and is_here
+            if completion is None:
+                arrived = False
+                continue
+            # Its digests come over the control link, and are compared in a thread of their own.
+            arrived = arrived and (not completion.digests or expected.tag in view.verified)
             completions.append((expected, completion))
         if arrived:
             try:
@@ -332,6 +348,16 @@ class DecodeSide(Side):
                 self.fail(room, str(error))
                 return False
         return arrived
+
+    def _landed(self, expected: Expected) -> CompletionRecord | None:
+        """What a source says of all that it was asked for, once that is here. Any thread may ask.
+        Raises CompletionDisagrees."""
+        writes = self._engine.arrived(expected.tag)
+        if not writes:
+            return None
+        nbytes = self._engine.arrived_nbytes(expected.tag)
+        completion = self._completions.read(expected.slot)
+        return completion if has_arrived(expected, completion, writes, nbytes) else None
 
     def arrived(self, room: Room) -> None:
         """The scheduler takes the room, of which all has arrived: its tags can be closed."""
@@ -392,6 +418,8 @@ class DecodeSide(Side):
                 self._engine.expect(tag, peer=self._links.engine(key))
             case rooms.Tell(LinkKey() as key, message):
                 self._links.send(key, message)
+            case rooms.Compare(link=LinkKey() as key):
+                self._digests.compare(instruction, self._links.source(key))
             case rooms.Fence(room, tags):
                 self._fencer.close_tags(room, tags)
             case rooms.Over(room):

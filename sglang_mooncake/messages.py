@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bootstrap_server import Why
 from bootstrap_server.ranks.matching import PageShare
-from sglang_mooncake.layout import Layout, Place
+from sglang_mooncake.layout import Digests, Layout, Place, Verify
 
 __all__ = [
     "MESSAGE_BYTES_MAX",
@@ -25,10 +25,12 @@ __all__ = [
     "Hello",
     "HelloReply",
     "LinkReset",
+    "ListDigests",
     "Message",
     "MessageError",
     "RoomAbort",
     "RoomComputed",
+    "RoomDigests",
     "RoomFailed",
     "RoomRequest",
     "RoomWait",
@@ -43,13 +45,15 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
 TOKENS_MAX = (1 << 31) - 1
 #: A reason is one sentence. What it quotes may be long, and it is kept and passed on.
 REASON_CHARS_MAX = 1_000
+#: Cells that are drawn for one request: what is drawn is looked up, so it is bounded.
+DRAWN_MAX = 1 << 24
 #: How a rank calls itself.
 RANK_CHARS_MAX = 200
 #: Indices travel as int32.
@@ -96,6 +100,8 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     refused: one beyond REASON_CHARS_MAX is cut.
     why: where the prefill rank, in this life, will say so to each hello of that decode rank; None
         where a later hello may be answered otherwise.
+    layout, place: of the prefill rank, with the first answer to a hello: both ranks then know which
+        cells they have in common (`layout/cells.py`). Its addresses are left out.
     engine_id, engine_epoch: of te; where the data path stands, whom to expect writes from.
     layers: of each page, how many this prefill rank writes to that decode rank: those that both
         have, a draft model's among them.
@@ -106,6 +112,8 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     engine_epoch: int = 0
     layers: int = 0
     why: Why | None = None
+    layout: Layout | None = None
+    place: Place | None = None
 
     def __post_init__(self) -> None:
         if self.refused is not None:
@@ -167,6 +175,7 @@ class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
     decode_prefix_len: int  # tokens that the decode rank holds already
     destinations: int  # how many decode ranks will ask the receiving rank for this room
     target: Target | None
+    verify: Verify = Verify.OFF  # how much is to be digested, at least
 
     def __post_init__(self) -> None:
         if not 0 <= self.decode_prefix_len <= TOKENS_MAX:
@@ -216,6 +225,56 @@ class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
         _cut(self, "reason", REASON_CHARS_MAX)
 
 
+class ListDigests(msgspec.Struct, frozen=True):
+    """`Digests` of one index list, as arrays of little-endian words."""
+
+    which: int
+    positions: bytes  # int32
+    of_items: bytes  # uint64, one for each position
+    of_buffers: bytes  # uint64
+
+    def __post_init__(self) -> None:
+        if 2 * len(self.positions) != len(self.of_items) or len(self.of_items) % 8:
+            raise ValueError(f"{len(self.of_items)} bytes of digests of items")
+        if not self.of_buffers or len(self.of_buffers) % 8:
+            raise ValueError(f"{len(self.of_buffers)} bytes of digests of buffers")
+
+    @staticmethod
+    def of(digests: Digests) -> ListDigests:
+        """Raises ValueError as `indices_to_bytes` does."""
+        return ListDigests(
+            digests.which,
+            indices_to_bytes(digests.positions),
+            digests.of_items.astype("<u8").tobytes(),
+            digests.of_buffers.astype("<u8").tobytes(),
+        )
+
+    @property
+    def digests(self) -> Digests:
+        of_items, of_buffers = (
+            np.frombuffer(words, "<u8").astype(np.uint64)
+            for words in (self.of_items, self.of_buffers)
+        )
+        return Digests(self.which, indices_from_bytes(self.positions), of_items, of_buffers)
+
+
+class RoomDigests(msgspec.Struct, frozen=True, tag="room_digests"):
+    """prefill → decode, behind a completion record that announces it: digests of what was sent.
+
+    seed, drawn: which cells they are of, see `chosen_cells`.
+    """
+
+    room: int
+    generation: int
+    seed: int
+    drawn: int
+    lists: tuple[ListDigests, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 64 or not 0 <= self.drawn <= DRAWN_MAX:
+            raise ValueError(f"{self.drawn} cells drawn by {self.seed}")
+
+
 class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
     """prefill → decode: this room will never arrive.
 
@@ -243,7 +302,15 @@ class LinkReset(msgspec.Struct, frozen=True, tag="link_reset"):
 
 
 Message = (
-    Hello | HelloReply | RoomWait | RoomComputed | RoomRequest | RoomAbort | RoomFailed | LinkReset
+    Hello
+    | HelloReply
+    | RoomWait
+    | RoomComputed
+    | RoomRequest
+    | RoomAbort
+    | RoomDigests
+    | RoomFailed
+    | LinkReset
 )
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

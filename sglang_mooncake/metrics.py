@@ -121,6 +121,21 @@ METRICS: Final = (
         "Bytes of KV cache that were written while the forward pass was still running.",
     ),
     Metric(
+        "digested_cells_total",
+        "counter",
+        (),
+        "Cells (a page in one layer and component) of which this rank has made a digest.",
+    ),
+    Metric("digested_bytes_total", "counter", (), "Bytes of these cells."),
+    Metric("digest_seconds_total", "counter", (), "Time in which these digests were made."),
+    Metric(
+        "digests_compared_total",
+        "counter",
+        ("outcome",),
+        "On decode ranks: what a prefill rank has sent for a request, compared with what has"
+        " landed, by outcome: equal, different.",
+    ),
+    Metric(
         "fallbacks_total",
         "counter",
         ("reason",),
@@ -188,6 +203,14 @@ def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:
         ("handover_bytes_total", ()): counted["bytes"],
         ("early_bytes_total", ()): counted["bytes_early"],
     }
+    digests = counted["digests"]
+    found |= {
+        ("digested_cells_total", ()): digests["cells"],
+        ("digested_bytes_total", ()): digests["bytes"],
+        ("digest_seconds_total", ()): digests["seconds"],
+    }
+    for outcome in ("equal", "different"):
+        found["digests_compared_total", (outcome,)] = digests[outcome]
     for end, count in counted["ends"].items():
         found["rooms_total", (end,)] = count
     for i, (reason, count) in enumerate(counted["fallbacks"].items()):

@@ -18,10 +18,11 @@ import te
 from bootstrap_server import BootstrapClient
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.digesting import SentDigests
 from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.gpu_events import EventWaiter
-from sglang_mooncake.layout import Layout, Plan, can_go_by_layers
+from sglang_mooncake.layout import Layout, Plan, can_go_by_layers, without_addresses
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
 from sglang_mooncake.messages import HelloReply, RoomAbort, RoomFailed
@@ -70,6 +71,7 @@ class PrefillSide(Side):
             layout.pages_dealt,
             context.names,
             lambda: any(self._links),
+            context.verify,
         )
         #: Whether pages can go some layers at a time.
         self.by_layers = can_go_by_layers(layout)
@@ -82,13 +84,22 @@ class PrefillSide(Side):
             lambda hello: Plan(
                 layout, hello.layout, context.place, hello.place, context.names.flags
             ),
-            HelloReply(None, engine.id, engine.epoch),
+            HelloReply(
+                None,
+                engine.id,
+                engine.epoch,
+                layout=without_addresses(layout),
+                place=context.place,
+            ),
             self._executor.submit,
             context.deadlines,
             context.keys.control,
         )
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
         self._gpu_events = EventWaiter(self._happened)
+        self._digests = SentDigests(
+            engine.digester(), recorder, lambda digested: self._loop.post(digested)
+        )
         recorder.open_rooms = lambda: self._rooms.rooms
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
@@ -123,6 +134,7 @@ class PrefillSide(Side):
         """
         self._ports = ports
         self._gpu_events.start()
+        self._digests.start()
         self._loop.start()
         try:
             port = self._port.get(timeout=_START_TIMEOUT_S)
@@ -217,6 +229,7 @@ class PrefillSide(Side):
         super().close()
         self._dp_ranks.close()
         self._gpu_events.close()
+        self._digests.close()
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -267,6 +280,8 @@ class PrefillSide(Side):
             case rooms.Write(room, key):
                 began_s = self._outgoing.begin(instruction, self._links[key])
                 self._executor.submit(rooms.WriteBegan(room, began_s))
+            case rooms.Digest():
+                self._digests.make(instruction)
             case rooms.AwaitEvents():
                 self._gpu_events.wait_for(instruction)
             case rooms.CancelWrites(room, keys):

@@ -72,6 +72,9 @@ class Recorder:
         #: serve each other. Any thread may call it.
         self.refused: Callable[[], tuple[RefusedServer, ...]] | None = None
         self._bytes = 0
+        #: Of the thread for digests alone.
+        self._digested = [0, 0, 0.0]
+        self._verified = {True: 0, False: 0}
         self._in_flight = 0
         self._busy_since_s = 0.0
         self._busy_s = 0.0
@@ -118,6 +121,17 @@ class Recorder:
         self._pace.ended(nbytes, now_s)
         if not self._in_flight:
             self._busy_s += now_s - self._busy_since_s
+
+    def digested(self, cells: int, nbytes: int, spent_s: float) -> None:
+        """Digests of so many cells were made. For the thread that makes them."""
+        self._digested = [
+            before + more
+            for before, more in zip(self._digested, (cells, nbytes, spent_s), strict=True)
+        ]
+
+    def verified(self, *, is_equal: bool) -> None:
+        """What one prefill rank has sent for a room was compared. For the same thread."""
+        self._verified[is_equal] += 1
 
     @property
     def bytes_per_s(self) -> float:
@@ -188,8 +202,20 @@ class Recorder:
             "ends": self._ends.copy(),
             "bytes": self._bytes,
             "bytes_early": self._bytes_early,
+            "digests": self._digests(),
             "fallbacks": fallbacks,
             "calls": {name: (self._calls[name], self._calls_ns[name] / 1e9) for name in _CALLS},
+        }
+
+    def _digests(self) -> dict[str, float]:
+        cells, nbytes, spent_s = self._digested
+        equal, different = self._verified[True], self._verified[False]
+        return {
+            "cells": cells,
+            "bytes": nbytes,
+            "seconds": spent_s,
+            "equal": equal,
+            "different": different,
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -212,6 +238,7 @@ class Recorder:
             "bytes": self._bytes,
             "busy_s": self._busy_s,
             "bytes_early": self._bytes_early,
+            "digests": self._digests(),
             "fallbacks": fallbacks,
             "hooks_us": list(self._hooks_us),
             "handover_ms": list(self._handover_ms),

@@ -8,6 +8,15 @@ cases: equal layouts come out as whole pages, other TP sizes as slices of heads,
 a choice of layers, replicas as a choice of one rank among several.
 """
 
+from sglang_mooncake.layout.cells import (
+    Cells,
+    Difference,
+    Digests,
+    Unwanted,
+    differences,
+    digest,
+)
+from sglang_mooncake.layout.chosen import Verify, chosen_cells, is_chosen, sample_size
 from sglang_mooncake.layout.description import (
     ALL,
     ALONE,
@@ -21,6 +30,7 @@ from sglang_mooncake.layout.description import (
     Place,
     Units,
     completion_bytes,
+    without_addresses,
 )
 from sglang_mooncake.layout.layers import (
     EVERY_LAYER,
@@ -39,9 +49,12 @@ __all__ = [
     "EVERY_LAYER",
     "UNSPLIT",
     "Buffers",
+    "Cells",
     "CompletionRecord",
     "Component",
     "Dealt",
+    "Difference",
+    "Digests",
     "Layers",
     "Layout",
     "LayoutMismatch",
@@ -50,8 +63,16 @@ __all__ = [
     "Plan",
     "Split",
     "Units",
+    "Unwanted",
+    "Verify",
     "can_go_by_layers",
+    "chosen_cells",
     "completion_bytes",
+    "differences",
+    "digest",
     "early_layers",
+    "is_chosen",
     "layers_from",
+    "sample_size",
+    "without_addresses",
 ]

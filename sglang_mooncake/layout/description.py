@@ -24,6 +24,7 @@ __all__ = [
     "Place",
     "Units",
     "completion_bytes",
+    "without_addresses",
 ]
 
 
@@ -206,6 +207,22 @@ class Layout(msgspec.Struct, frozen=True):
                 )
 
 
+def without_addresses(layout: Layout) -> Layout:
+    """For a rank that is to know what is cached, and not where."""
+    return msgspec.structs.replace(
+        layout,
+        components=tuple(
+            msgspec.structs.replace(one, buffers=_nowhere(one.buffers)) for one in layout.components
+        ),
+        aux=_nowhere(layout.aux),
+        completions=_nowhere(layout.completions),
+    )
+
+
+def _nowhere(buffers: Buffers) -> Buffers:
+    return msgspec.structs.replace(buffers, addresses=(1,) * len(buffers.addresses))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Which rank of which instance holds a layout."""
@@ -227,7 +244,7 @@ ALONE = Place(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
 
 
 #: The fields of `CompletionRecord` in their order, little-endian u64 each.
-_COMPLETION = struct.Struct("<7Q")
+_COMPLETION = struct.Struct("<8Q")
 COMPLETION_BYTES = _COMPLETION.size
 
 
@@ -245,6 +262,7 @@ class CompletionRecord:
         layers (`HelloReply.layers`).
     states: lists of state indices that were followed.
     aux: 1 when the request's metadata was written, else 0.
+    digests: 1 when digests follow over the control link (`messages.RoomDigests`), else 0.
     nbytes: payload of all these transfers, that of the completion record included.
     """
 
@@ -254,6 +272,7 @@ class CompletionRecord:
     page_layers: int
     states: int
     aux: int
+    digests: int
     nbytes: int
 
     @staticmethod
@@ -264,5 +283,12 @@ class CompletionRecord:
 def completion_bytes(completion: CompletionRecord) -> bytes:
     one = completion
     return _COMPLETION.pack(
-        one.generation, one.writes, one.pages, one.page_layers, one.states, one.aux, one.nbytes
+        one.generation,
+        one.writes,
+        one.pages,
+        one.page_layers,
+        one.states,
+        one.aux,
+        one.digests,
+        one.nbytes,
     )

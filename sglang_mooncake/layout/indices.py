@@ -15,10 +15,12 @@ __all__ = [
     "as_indices",
     "check_indices",
     "check_slot",
+    "in_rows",
     "in_runs",
     "joined",
     "owned",
     "ring_slots",
+    "rows_of",
 ]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -56,6 +58,17 @@ def check_slot(what: str, slot: int, items: int) -> None:
 def owned(pages: npt.NDArray[np.integer], dealt: Dealt) -> npt.NDArray[np.bool_]:
     """Which of these page numbers are dealt to this part."""
     return np.asarray(pages % dealt.of == dealt.index)
+
+
+def in_rows(pages: Indices, size: int) -> Indices:
+    """The rows of these pages, of `size` rows each."""
+    return (pages[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def rows_of(pages: Indices, tokens: Indices, size: int, first: int = 0) -> Indices:
+    """In which row each token of a request lies, where its pages have `size` rows each. `first`: so
+    many of its pages come before these."""
+    return pages[tokens // size - first] * size + tokens % size
 
 
 def in_runs(source: Indices, target: Indices) -> tuple[Indices, Indices]:

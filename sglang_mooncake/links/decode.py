@@ -23,6 +23,7 @@ from bootstrap_server import Rank, RankCoords, Why
 from bootstrap_server.admission.unauthenticated import bytes_received
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
+from sglang_mooncake.layout import Layout, Place
 from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.links.silence import Silence
 from sglang_mooncake.links.sockets import HANDSHAKE_FAILED, CurvePair, Readers, open_dealer
@@ -34,6 +35,7 @@ from sglang_mooncake.messages import (
     MessageError,
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
 )
 from sglang_mooncake.rooms.decode_events import (
@@ -41,6 +43,7 @@ from sglang_mooncake.rooms.decode_events import (
     LinkRefused,
     LinkUp,
     PeerComputed,
+    PeerDigested,
     PeerFailed,
 )
 
@@ -48,7 +51,7 @@ __all__ = ["CONNECT_S", "DecodeLinks", "LinkEvent", "LinkKey"]
 
 logger = logging.getLogger(__name__)
 
-LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerFailed
+LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerDigested | PeerFailed
 
 #: How long a rank's address is tried. After that the registry is asked whether it has another, and
 #: the next room dials anew.
@@ -103,6 +106,8 @@ class _Link:
     engine: te.Identity | None = None
     #: How many layers of each page it writes (`HelloReply.layers`).
     layers: int = 0
+    #: Of the prefill rank (`HelloReply.layout`).
+    source: tuple[Layout, Place] | None = None
 
 
 class DecodeLinks:
@@ -206,6 +211,13 @@ class DecodeLinks:
             raise LookupError(f"there is no link to {key}")
         return link.engine
 
+    def source(self, key: LinkKey) -> tuple[Layout, Place]:
+        """What the prefill rank has, and where; LookupError when the link does not stand."""
+        link = self._links.get(key)
+        if link is None or link.source is None:
+            raise LookupError(f"there is no link to {key}")
+        return link.source
+
     def stands(self, key: LinkKey) -> bool:
         """Whether the link stands now."""
         link = self._links.get(key)
@@ -292,8 +304,10 @@ class DecodeLinks:
     def _take(self, link: _Link, message: Message) -> None:
         key = link.key
         match message:
-            case HelloReply(None, engine_id, engine_epoch, layers):
+            case HelloReply(None, engine_id, engine_epoch, layers, layout=layout, place=place):
                 link.engine, link.layers = te.Identity(engine_id, engine_epoch), layers
+                if layout is not None and place is not None:
+                    link.source = layout, place
                 for unsaid in self._unsaid.pop(key.place, ()):
                     self.send(key, unsaid)
                 if self._is_current(link):  # else that has been reported
@@ -309,6 +323,8 @@ class DecodeLinks:
                 self._drop(link, f"{key}: {reason}", forget_instance=False)
             case RoomComputed():
                 self._report(PeerComputed(key, message))
+            case RoomDigests():
+                self._report(PeerDigested(key, message))
             case RoomFailed():
                 self._report(PeerFailed(key, message))
             case _:

@@ -111,7 +111,8 @@ class PrefillLinks:
         loop: calls back when a socket can be read. A `Connected` that is posted to it is to be
             handed to `connected`.
         plan: what is written to the decode rank of a hello; raises LayoutMismatch.
-        stands: says to a decode rank that its data path stands; with the layers of its plan.
+        stands: says to a decode rank that its data path stands; with the layers of its plan, and
+            only the first time with this rank's layout.
         report: takes the events. It may come back to `send` before it returns.
         deadlines: a decode rank that shows no sign of life for so long is gone.
         keys: `secret.Keys.control`; empty: everybody is let in.
@@ -249,7 +250,7 @@ class PrefillLinks:
             self._reset(former, f"has too many links to {former.rank}")
         # First the others: this hello may be the end of one of them.
         self._probe([one for one in self._destinations.of_engine(made) if one is not made])
-        self._probe([made])
+        self._stand(made, self._stands)
 
     def close(self) -> None:
         """Closes the socket, when nobody reads it any more, and connects nobody any more."""
@@ -359,9 +360,13 @@ class PrefillLinks:
     def _probe(self, destinations: Iterable[Destination]) -> None:
         """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
         over another connection: nothing else tells us that a control connection has ended."""
+        again = msgspec.structs.replace(self._stands, layout=None, place=None)
         for destination in destinations:
-            layers = destination.plan.layer_count()
-            self.send(destination.key, msgspec.structs.replace(self._stands, layers=layers))
+            self._stand(destination, again)
+
+    def _stand(self, destination: Destination, reply: HelloReply) -> None:
+        layers = destination.plan.layer_count()
+        self.send(destination.key, msgspec.structs.replace(reply, layers=layers))
 
     def _lose(self, destination: Destination, what: str) -> None:
         """It is no destination any more: its rooms end. So do their transfers, at once and not when

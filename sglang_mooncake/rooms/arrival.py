@@ -26,6 +26,7 @@ class Expected:
         side alone has lists that nobody sends.
     aux: 1 when it sends the request's metadata, else 0.
     dealt_over: see `RoomSource`.
+    digests: 1 when digests must follow; else it may send some or none.
     """
 
     tag: int
@@ -36,6 +37,7 @@ class Expected:
     states: range
     aux: int
     dealt_over: int = 1
+    digests: int = 0
 
 
 class CompletionDisagrees(Exception):
@@ -97,6 +99,14 @@ def has_arrived(expected: Expected, completion: CompletionRecord, writes: int, n
                 completion.aux,
                 "sent",
                 expected.aux == completion.aux,
+            ),
+            (
+                "digests",
+                expected.digests,
+                "asked for",
+                completion.digests,
+                "sent",
+                expected.digests <= completion.digests,
             ),
         )
         if not is_right

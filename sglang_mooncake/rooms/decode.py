@@ -16,14 +16,17 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
+from sglang_mooncake.layout import Verify
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
     RoomWait,
 )
 from sglang_mooncake.rooms.decode_events import (
     Arrived,
+    Compare,
     Event,
     Expect,
     Fence,
@@ -36,10 +39,12 @@ from sglang_mooncake.rooms.decode_events import (
     OpenLink,
     PagesNamed,
     PeerComputed,
+    PeerDigested,
     PeerFailed,
     RoomSource,
     SourcesChosen,
     Tell,
+    Verified,
     after_failure,
 )
 from sglang_mooncake.rooms.decode_table import DecodeRoom, DecodeTable
@@ -53,6 +58,7 @@ __all__ = [
     "Arrived",
     "Broken",
     "Closed",
+    "Compare",
     "DecodeDeadlines",
     "DecodeRooms",
     "Event",
@@ -69,11 +75,13 @@ __all__ = [
     "Over",
     "PagesNamed",
     "PeerComputed",
+    "PeerDigested",
     "PeerFailed",
     "RoomSource",
     "SourcesChosen",
     "Tell",
     "Tick",
+    "Verified",
     "after_failure",
 ]
 
@@ -107,6 +115,7 @@ class DecodeRooms:
         computed_first: a room is ready only once its prompt is computed (the allocation policy
             prefill_complete).
         names: what the deadlines are called.
+        verify: how much is to be digested, at least.
     """
 
     def __init__(
@@ -117,6 +126,7 @@ class DecodeRooms:
         new_tag: Callable[[], int],
         computed_first: bool = False,
         names: SettingNames = FIELD_NAMES,
+        verify: Verify = Verify.OFF,
     ) -> None:
         self._deadlines, self._names = deadlines, names
         self._table = DecodeTable()
@@ -124,6 +134,7 @@ class DecodeRooms:
         self._free_slots = list(range(completion_slots - 1, -1, -1))
         self._next_generation = first_generation
         self._new_tag, self._computed_first = new_tag, computed_first
+        self._verify = verify
 
     def __len__(self) -> int:
         return len(self._table)
@@ -179,6 +190,10 @@ class DecodeRooms:
                 return self._link_gone(link, reason, refused=True)
             case PeerComputed(link, said):
                 return self._peer_computed(link, said, now_s)
+            case PeerDigested(link, message):
+                return self._peer_digested(link, message)
+            case Verified():
+                return self._verified(event)
             case PeerFailed(link, message):
                 return self._peer_failed(link, message)
             case Tick():
@@ -247,7 +262,9 @@ class DecodeRooms:
         number, generation = record.room.number, record.view.generation
         layers = self._table.standing
         expected = tuple(
-            targets.expected(source, layers[source.link], generation, self._new_tag(), slot)
+            targets.expected(
+                source, layers[source.link], generation, self._new_tag(), slot, self._verify
+            )
             for source, slot in zip(sending, record.slots, strict=True)
         )
         self._views.advance(record, *met, Step.PUBLISHED, expected=expected, exposed=True)
@@ -256,13 +273,14 @@ class DecodeRooms:
             Expect(record.room, link, expected.tag, expected.slot)
             for link, expected in by_link.items()
         ]
-        tell = [
-            Tell(
-                source.link,
-                targets.request(source, number, generation, by_link.get(source.link)),
+        requests = {
+            source.link: targets.request(
+                source, number, generation, by_link.get(source.link), self._verify
             )
             for source in record.sources
-        ]
+        }
+        record.asked = {link: (requests[link], one) for link, one in by_link.items()}
+        tell = [Tell(source.link, requests[source.link]) for source in record.sources]
         return [*expect, *tell]
 
     def _name_use(self, record: DecodeRoom) -> None:
@@ -347,6 +365,25 @@ class DecodeRooms:
             return []
         record.computing -= {link}
         return [] if record.computing else self._meet(record, now_s)
+
+    def _peer_digested(self, link: Hashable, message: RoomDigests) -> list[Instruction]:
+        record = self._table.of_use(link, message.room, message.generation)
+        if record is None or record.view.state is not RoomState.REQUESTED:
+            return []
+        asked = dict(record.asked)
+        if (found := asked.pop(link, None)) is None:
+            return []  # said before
+        record.asked = asked
+        return [Compare(record.room, link, *found, message)]
+
+    def _verified(self, verified: Verified) -> list[Instruction]:
+        record = self._table.get(verified.room)
+        if record is None or record.view.state is not RoomState.REQUESTED:
+            return []
+        if verified.failure is not None:
+            return self._end(record, RoomState.FAILED, verified.failure)
+        self._views.change(record, verified=record.view.verified | {verified.tag})
+        return []
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
         record = self._table.of_use(link, message.room, message.generation)

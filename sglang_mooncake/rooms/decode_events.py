@@ -16,15 +16,18 @@ from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
     RoomRequest,
     RoomWait,
 )
+from sglang_mooncake.rooms.arrival import Expected
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.room import Room
 
 __all__ = [
     "Arrived",
+    "Compare",
     "Event",
     "Expect",
     "Fence",
@@ -37,10 +40,12 @@ __all__ = [
     "OpenLink",
     "PagesNamed",
     "PeerComputed",
+    "PeerDigested",
     "PeerFailed",
     "RoomSource",
     "SourcesChosen",
     "Tell",
+    "Verified",
     "after_failure",
 ]
 
@@ -167,6 +172,22 @@ class PeerComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerDigested:
+    link: Hashable
+    message: RoomDigests
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What came of a `Compare`. failure: why what has arrived from this source cannot be given to
+    the scheduler; None if its digests are equal."""
+
+    room: Room
+    tag: int
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFailed:
     link: Hashable
     message: RoomFailed
@@ -186,6 +207,8 @@ Event = (
     | LinkDown
     | LinkRefused
     | PeerComputed
+    | PeerDigested
+    | Verified
     | PeerFailed
     | Tick
 )
@@ -219,6 +242,18 @@ class Tell:
     message: RoomWait | RoomRequest | RoomAbort
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Compare:
+    """Once all that this source has sent is here, compare the digests in `message` with those of
+    what has landed, and hand in `Verified`."""
+
+    room: Room
+    link: Hashable
+    request: RoomRequest
+    expected: Expected
+    message: RoomDigests
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
     """Close these tags, however long it takes, then hand in `Fenced(room)`."""
@@ -227,7 +262,7 @@ class Fence:
     tags: tuple[int, ...]
 
 
-Instruction = OpenLink | Expect | Tell | Fence | Over
+Instruction = OpenLink | Expect | Tell | Compare | Fence | Over
 
 
 def after_failure(cause: Event | Instruction, error: Exception) -> Event | None:

@@ -8,8 +8,10 @@ come, get sources and go, so that no event has to look through rooms that it doe
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sglang_mooncake.messages import RoomRequest
+from sglang_mooncake.rooms.arrival import Expected
 from sglang_mooncake.rooms.decode_events import RoomSource
 from sglang_mooncake.rooms.room import Record, Room, RoomTable
 from sglang_mooncake.rooms.targets import Targets
@@ -26,6 +28,7 @@ class DecodeRoom(Record):
     since_s: when it reached its present state; counted from COMPUTING on.
     targets: of pages that were named before the room was ready.
     slots: of the buffer of completion records.
+    asked: the request to each source that sends, for the digests that may follow.
     """
 
     sources: tuple[RoomSource, ...] = ()
@@ -34,6 +37,7 @@ class DecodeRoom(Record):
     since_s: float = 0.0
     targets: Targets | None = None
     slots: tuple[int, ...] = ()
+    asked: Mapping[Hashable, tuple[RoomRequest, Expected]] = field(default_factory=dict)
 
 
 class DecodeTable(RoomTable[DecodeRoom]):

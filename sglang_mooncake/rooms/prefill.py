@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
-from sglang_mooncake.layout import ALL, Dealt, Layers
+from sglang_mooncake.layout import ALL, Dealt, Layers, Verify, is_chosen
 from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import RoomComputed
 from sglang_mooncake.rooms.checks import chunk_problem, layers_problem
@@ -21,6 +22,8 @@ from sglang_mooncake.rooms.prefill_events import (
     Chunk,
     ChunkSent,
     Computed,
+    Digest,
+    Digested,
     Event,
     EventsHappened,
     FellBack,
@@ -62,6 +65,8 @@ __all__ = [
     "ChunkSent",
     "Closed",
     "Computed",
+    "Digest",
+    "Digested",
     "Event",
     "EventsHappened",
     "FellBack",
@@ -98,6 +103,10 @@ def _nobody() -> bool:
     return False
 
 
+def _random() -> int:
+    return secrets.randbits(64)
+
+
 class PrefillRooms:
     """All rooms of one prefill rank.
 
@@ -112,6 +121,8 @@ class PrefillRooms:
             prefill_complete), so that it waits for them from then on.
         pages_dealt: which of the pages of a chunk this rank has (`Layout.pages_dealt`).
         names: what the two deadlines are called: `chunk_timeout_s` is twice that of `waiting`.
+        verify: how much is digested at least; a decode rank may ask for more.
+        random: 64 bits.
     """
 
     def __init__(
@@ -123,9 +134,12 @@ class PrefillRooms:
         pages_dealt: Dealt = ALL,
         names: SettingNames = FIELD_NAMES,
         is_linked: Callable[[], bool] = _nobody,
+        verify: Verify = Verify.OFF,
+        random: Callable[[], int] = _random,
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
         self._pages_dealt, self._is_linked = pages_dealt, is_linked
+        self._verify, self._random = verify, random
         self._table = PrefillTable()
         self._views = self._table.views
         self._requests = Requests(self._table, plan_of, bootstrap_timeout_s, names.bootstrap)
@@ -189,6 +203,8 @@ class PrefillRooms:
                 return []
             case WriteEnded():
                 return self._write_ended(event, now_s)
+            case Digested():
+                return self._digested(event)
             case PeerLost(peer, reason):
                 return self._requests.lost(peer, reason, now_s)
             case Tick():
@@ -329,12 +345,19 @@ class PrefillRooms:
     ) -> Iterator[Instruction]:
         for peer, recipient, span, pages in parts:
             early = early_page_layers.get(peer, 0)
+            if chunk.is_last:
+                verify = max(self._verify, recipient.request.verify)
+                recipient.is_digested = is_chosen(verify, self._random())
             try:
                 write = recipient.write(record.room, peer, chunk, span, pages, layers, early)
             except ValueError as error:
                 yield from self._table.end(record, RoomState.FAILED, _cannot_plan(chunk, error))
                 return
             yield self._begun(record, write)
+            if recipient.is_digested:
+                record.digesting.add(peer)
+                generation, lists = recipient.request.generation, recipient.cells(chunk)
+                yield Digest(record.room, peer, generation, verify, lists)
 
     def _parts(self, record: PrefillRoom, chunk: Chunk) -> list[_Part]:
         parts = []
@@ -376,10 +399,29 @@ class PrefillRooms:
             self._views.change(record, landed_nbytes=landed_nbytes)
         else:
             yield from self._table.end(record, RoomState.FAILED, ended.failure)
-        if not record.writes and record.view.state in (RoomState.ALL_SENT, RoomState.ENDING):
+        if self._is_over(record):
             yield from self._table.forget(record, Step.QUIET)
         else:
             yield from self._go_on(record, now_s)
+
+    def _digested(self, digested: Digested) -> Iterator[Instruction]:
+        record, peer = self._table.get(digested.room), digested.peer
+        if record is None or peer not in record.digesting:
+            return  # said before
+        record.digesting.remove(peer)
+        if digested.failure is not None:
+            reason = f"no digest of what was sent: {digested.failure}"
+            yield from self._table.end(record, RoomState.FAILED, reason)
+        elif digested.message is not None and not record.view.decided:
+            yield Tell(peer, digested.message)
+        if record.view.over:
+            return  # the failure was its end
+        if self._is_over(record):
+            yield from self._table.forget(record, Step.QUIET)
+
+    @staticmethod
+    def _is_over(record: PrefillRoom) -> bool:
+        return record.is_quiet and record.view.state in (RoomState.ALL_SENT, RoomState.ENDING)
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []

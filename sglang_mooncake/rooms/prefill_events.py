@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from sglang_mooncake.layout import CompletionRecord, Layers
+from sglang_mooncake.layout import Cells, CompletionRecord, Layers, Verify
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
     RoomRequest,
     RoomWait,
@@ -30,6 +31,8 @@ __all__ = [
     "Chunk",
     "ChunkSent",
     "Computed",
+    "Digest",
+    "Digested",
     "Event",
     "EventsHappened",
     "FellBack",
@@ -172,6 +175,20 @@ class WriteEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Digested:
+    """What came of a `Digest`.
+
+    message: for the peer; None if there are no digests.
+    failure: why not; None if the room has ended meanwhile.
+    """
+
+    room: Room
+    peer: str
+    message: RoomDigests | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     peer: str
     reason: str
@@ -192,6 +209,7 @@ Event = (
     | RoomAborted
     | WriteBegan
     | WriteEnded
+    | Digested
     | PeerLost
     | Tick
 )
@@ -237,6 +255,18 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Digest:
+    """The last write to a peer has begun, and its completion record announces digests: make them of
+    these cells; `Digested` follows in any case. The room keeps its pages until then."""
+
+    room: Room
+    peer: str
+    generation: int
+    verify: Verify
+    lists: tuple[Cells, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AwaitEvents:
     """Say `EventsHappened` once all of these have happened, if the room goes on until then."""
 
@@ -270,7 +300,7 @@ class CancelWrites:
 @dataclass(frozen=True, slots=True)
 class Tell:
     peer: str
-    message: RoomComputed | RoomFailed
+    message: RoomComputed | RoomDigests | RoomFailed
 
 
-Instruction = Met | AwaitEvents | Write | CancelWrites | Tell | FellBack | Over
+Instruction = Met | AwaitEvents | Write | Digest | CancelWrites | Tell | FellBack | Over

@@ -56,6 +56,7 @@ class PrefillRoom(Record):
     said: what the scheduler has said and what waits, in its order. The first waits for the GPU, or
         until no early write is under way; the others wait for the first.
     writes: those under way, by `Write.key`.
+    digesting: peers of whom digests are being made: of pages that must stay what they are.
     stories: of writes that have ended.
     next_page: where the next chunk must begin.
     moved_s: when its decode ranks had asked, or the scheduler said the latest of its pages.
@@ -68,6 +69,7 @@ class PrefillRoom(Record):
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
     said: deque[Said] = field(default_factory=deque)
     writes: dict[tuple[str, int], Write] = field(default_factory=dict)
+    digesting: set[str] = field(default_factory=set)
     stories: list[WriteStory] = field(default_factory=list)
     next_page: int = 0
     moved_s: float = 0.0
@@ -76,6 +78,11 @@ class PrefillRoom(Record):
     @property
     def requests(self) -> list[RoomRequest]:
         return [one.request for one in self.recipients.values()]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing reads its pages."""
+        return not self.writes and not self.digesting
 
     @property
     def writes_early(self) -> bool:

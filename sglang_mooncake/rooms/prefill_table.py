@@ -44,7 +44,7 @@ class PrefillTable(RoomTable[PrefillRoom]):
 
     def end(self, record: PrefillRoom | None, end: RoomState, reason: str) -> list[Instruction]:
         """The room ends badly, and all who asked for it are told, unless its end is decided
-        already. It is over once no write of it is under way."""
+        already. It is over once nothing reads its pages."""
         if record is None or record.view.decided:
             return []
         asked = {peer: one.request.generation for peer, one in record.recipients.items()}
@@ -58,7 +58,7 @@ class PrefillTable(RoomTable[PrefillRoom]):
         if len(self._ended) >= ENDED_ROOMS_MAX:
             del self._ended[next(iter(self._ended))]
         self._ended[record.room.number] = told
-        if not record.writes:
+        if record.is_quiet:
             return instructions + self.forget(record, Step.END, Step.QUIET)
         self.views.advance(record, Step.END)
         return [*instructions, CancelWrites(record.room, tuple(record.writes))]

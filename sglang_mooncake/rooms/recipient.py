@@ -5,7 +5,7 @@ the end the completion record. Pure: a plan is arithmetic on the two ranks' layo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -13,17 +13,40 @@ import numpy.typing as npt
 
 import te
 from sglang_mooncake import messages
-from sglang_mooncake.layout import COMPLETION_BYTES, EVERY_LAYER, CompletionRecord, Layers, Named
+from sglang_mooncake.layout import (
+    COMPLETION_BYTES,
+    EVERY_LAYER,
+    Cells,
+    CompletionRecord,
+    Layers,
+    Named,
+)
+from sglang_mooncake.layout.indices import Indices
 from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.rooms.prefill_events import Chunk, Write
 from sglang_mooncake.rooms.room import Room
 
-__all__ = ["PairPlan", "Recipient"]
+__all__ = ["PairCells", "PairPlan", "Recipient"]
+
+
+class PairCells(Protocol):
+    """What the rules need of a `layout.pair_cells.PairCells`."""
+
+    def of_source(
+        self,
+        positions: Indices,
+        pages: Indices,
+        states: Sequence[Indices | None] = (),
+        target_states: Sequence[Indices | None] = (),
+        aux_slot: int | None = None,
+    ) -> tuple[Cells, ...]: ...
 
 
 class PairPlan(Protocol):
     """What the rules need of a `layout.Plan`; see there for shapes and errors."""
 
+    @property
+    def cells(self) -> PairCells: ...
     def layer_count(self, layers: Layers = EVERY_LAYER) -> int: ...
     def part(
         self,
@@ -49,6 +72,8 @@ class Recipient:
     page_layers: layers of these pages, each counted once, whether they went with the chunk or
         before it.
     nbytes: payload of all writes so far.
+    is_digested: whether digests follow its completion record; known with the last write.
+    sent: pages of chunks that were sent, as positions in the room and numbers.
     """
 
     request: RoomRequest
@@ -57,6 +82,8 @@ class Recipient:
     pages: int = 0
     page_layers: int = 0
     nbytes: int = 0
+    is_digested: bool = False
+    sent: list[tuple[range, Indices]] = field(default_factory=list)
 
     def write_early(
         self, room: Room, peer: str, chunk: Chunk, span: range, pages: int, layers: Layers
@@ -89,6 +116,7 @@ class Recipient:
         page_layers = pages * self.plan.layer_count(layers)
         self.pages += pages
         self.page_layers += page_layers + early_page_layers
+        self.sent.append((span, _pages_of(chunk, span)))
         return self._next(room, peer, chunk, span, pages, layers, page_layers, early=False)
 
     def _next(
@@ -130,7 +158,7 @@ class Recipient:
 
     def _cached(self, target: Target, chunk: Chunk, span: range, layers: Layers) -> te.Blocks:
         """Blocks of caches and state."""
-        ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
+        ours = _pages_of(chunk, span)
         first, end = span.start // target.page_span, -(-span.stop // target.page_span)
         wanted, device = slice(4 * first, 4 * end), target.device_pages
         named = Named(
@@ -144,6 +172,18 @@ class Recipient:
             parts.append(self.plan.state(chunk.states, messages.states_from_bytes(target.states)))
         return te.Blocks.concat(parts)
 
+    def cells(self, last: Chunk) -> tuple[Cells, ...]:
+        """All that was sent. last: the last chunk."""
+        target = self.request.target
+        assert target is not None, "a rank that wants no byte is sent none"
+        return self.plan.cells.of_source(
+            np.concatenate([np.arange(span.start, span.stop) for span, _ in self.sent]),
+            np.concatenate([pages for _, pages in self.sent]),
+            last.states,
+            messages.states_from_bytes(target.states),
+            None if target.aux_slot is None else last.aux_slot,
+        )
+
     def _completion(self, target: Target, chunk: Chunk) -> CompletionRecord:
         lists = zip(chunk.states, target.states, strict=False)
         return CompletionRecord(
@@ -153,5 +193,11 @@ class Recipient:
             self.page_layers,
             states=sum(ours is not None and theirs is not None for ours, theirs in lists),
             aux=int(target.aux_slot is not None),
+            digests=int(self.is_digested),
             nbytes=self.nbytes,
         )
+
+
+def _pages_of(chunk: Chunk, span: range) -> Indices:
+    """The pages of a chunk at these positions of the room."""
+    return chunk.pages[span.start - chunk.first : span.stop - chunk.first].astype(np.int64)

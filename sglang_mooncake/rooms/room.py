@@ -59,6 +59,7 @@ class RoomView(msgspec.Struct, frozen=True):
         that was sent them (what SGLang's figures are made of); of decode, all that it was sent,
         once it has everything.
     expected: decode: what each source was asked for, from `REQUESTED` on.
+    verified: decode: tags of the sources whose digests are equal to those of what has landed.
     exposed: a peer may write to (decode) or is sent (prefill) this room's pages, or was.
     num_pages: of decode, that were named; of prefill, that were sent so far.
     safe: decode: no write can land in this room's pages, now or later: they were never exposed, or
@@ -72,6 +73,7 @@ class RoomView(msgspec.Struct, frozen=True):
     decode_prefix_len: int = 0
     landed_nbytes: int = 0
     expected: tuple[Expected, ...] = ()
+    verified: frozenset[int] = frozenset()
     generation: int = 0
     exposed: bool = False
     num_pages: int = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sglang_mooncake.layout import Verify
 from sglang_mooncake.messages import RoomRequest, Target, indices_to_bytes, states_to_bytes
 from sglang_mooncake.rooms.arrival import Expected
 from sglang_mooncake.rooms.decode_events import PagesNamed, RoomSource
@@ -25,7 +26,13 @@ class Targets:
         self._device_pages = None if device is None else indices_to_bytes(device)
 
     def expected(
-        self, source: RoomSource, layers: int, generation: int, tag: int, slot: int
+        self,
+        source: RoomSource,
+        layers: int,
+        generation: int,
+        tag: int,
+        slot: int,
+        verify: Verify,
     ) -> Expected:
         lists = [indices is not None for indices in self._states] if source.state else []
         least = sum(given for at, given in enumerate(lists) if at in source.required_states)
@@ -38,6 +45,7 @@ class Targets:
             states=range(least, sum(lists) + 1),
             aux=int(source.aux),
             dealt_over=source.dealt_over,
+            digests=int(verify is Verify.ALL),
         )
 
     def _expected(self, source: RoomSource) -> range:
@@ -51,7 +59,12 @@ class Targets:
         return range(count, count + 1)
 
     def request(
-        self, source: RoomSource, number: int, generation: int, expected: Expected | None
+        self,
+        source: RoomSource,
+        number: int,
+        generation: int,
+        expected: Expected | None,
+        verify: Verify,
     ) -> RoomRequest:
         """`expected`: None for a source that sends nothing."""
         target = None
@@ -68,4 +81,4 @@ class Targets:
                 self._device_pages,
             )
         prefix_len = self._named.decode_prefix_len
-        return RoomRequest(number, generation, prefix_len, source.destinations, target)
+        return RoomRequest(number, generation, prefix_len, source.destinations, target, verify)

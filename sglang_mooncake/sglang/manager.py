@@ -25,7 +25,7 @@ from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import PrefillInfo
-from sglang_mooncake.layout import Buffers, Layout, early_layers
+from sglang_mooncake.layout import Buffers, Layout, Verify, early_layers
 from sglang_mooncake.links.sockets import numeric_address
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.prefill_side import PrefillSide
@@ -110,7 +110,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             host = numeric_address(context.host)
         except ValueError as error:
             raise UnsupportedServer(str(error)) from error
-        self.context = dataclasses.replace(context, host=host, keys=self.config.keys)
+        self.context = dataclasses.replace(
+            context, host=host, keys=self.config.keys, verify=Verify[self.config.verify.upper()]
+        )
         self._check_exposure()
         # Read by SGLang's schedulers as they stand.
         self.attn_cp_rank = self.context.coords.cp

@@ -10,6 +10,7 @@ from bootstrap_server.settings.rows import Setting
 from bootstrap_server.settings.values import (
     Kind,
     address,
+    choice,
     choices,
     file_path,
     names_of,
@@ -19,6 +20,7 @@ from bootstrap_server.settings.values import (
     text,
     whole,
 )
+from sglang_mooncake.layout.chosen import SAMPLE_NBYTES, SAMPLE_ROOMS, Verify
 from sglang_mooncake.registries import Registries, addresses
 from sglang_mooncake.sglang.mooncake_variables import VARIABLES
 from sglang_mooncake.stats import STORY_ROOMS
@@ -140,6 +142,16 @@ SETTINGS: tuple[Setting, ...] = (
         " Where that is impossible (pipeline stages, two-batch overlap, full prefill CUDA graphs),"
         " it sends after the forward pass, and its log says why.",
         default="0",
+    ),
+    _own(
+        "verify",
+        choice(tuple(one.name.lower() for one in Verify)),
+        "How much of the KV cache is compared by digests when it has arrived, before SGLang is"
+        f" told: nothing, one of {SAMPLE_ROOMS} requests (up to {SAMPLE_NBYTES >> 20} MiB of it, as"
+        " drawn at random), or all. A request of which something differs fails, and its reason"
+        " names pages, layers and both ranks. Where the two servers have different values, the"
+        " stricter one counts.",
+        default="off",
     ),
     _own(
         "drop_in",

@@ -333,6 +333,14 @@ def test_a_fence_times_out(
     watched.until_firing(names, lambda: None)
 
 
+@fires("WrongBytes")
+def test_bytes_arrive_that_were_not_sent(
+    watched: prometheus_alerts.Prometheus, names: set[str], figures: Figures
+) -> None:
+    figures.recorder.verified(is_equal=False)
+    assert "1 requests have failed" in watched.until_firing(names, lambda: None)["WrongBytes"]
+
+
 @fires("ServersDoNotFit")
 def test_a_prefill_server_has_another_secret(
     tmp_path: Path, undo: ExitStack, registry: str, names: set[str]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from handover import NEVER_S
 
-from sglang_mooncake import control, fences, gpu_events, prefill_side
+from sglang_mooncake import control, digesting, fences, gpu_events, prefill_side
 from sglang_mooncake.links import decode, sockets
 from sglang_mooncake.mooncake_face import answering, sessions
 from sglang_mooncake.rooms import prefill_room
@@ -18,6 +18,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     any thread for seconds."""
     for module, name in [
         (control, "_CLOSE_TIMEOUT_S"),
+        (digesting, "_CLOSE_TIMEOUT_S"),
         (fences, "_CLOSE_TIMEOUT_S"),
         (gpu_events, "_CLOSE_TIMEOUT_S"),
         (prefill_side, "_START_TIMEOUT_S"),

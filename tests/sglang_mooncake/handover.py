@@ -30,7 +30,7 @@ from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
 from sglang_mooncake.explain.questions import answers
-from sglang_mooncake.layout import Buffers, Component, Layout, Units
+from sglang_mooncake.layout import Buffers, Component, Layout, Units, Verify
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
@@ -119,9 +119,11 @@ def make_context(
     topology: Topology = ALONE,
     coords: RankCoords = FIRST,
     keys: Keys = NO_KEYS,
+    verify: Verify = Verify.ALL,
     **config: Any,
 ) -> RankContext:
-    """`config`: further fields of the instance's."""
+    """`config`: further fields of the instance's. `verify`: false alarms of digests would show in
+    every test that hands something over."""
     return RankContext(
         role=role,
         coords=coords,
@@ -134,6 +136,7 @@ def make_context(
         register_dp_rank=False,
         deadlines=deadlines,
         keys=keys,
+        verify=verify,
     )
 
 
@@ -277,20 +280,24 @@ def handover(
     decode_config: Config | None = None,
     prefill_facts: Mapping[str, Any] | None = None,
     decode_facts: Mapping[str, Any] | None = None,
+    verify: tuple[Verify, Verify] = (Verify.ALL, Verify.ALL),
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
     those of all three, unless the decode rank has its own. `prefill_facts`, `decode_facts`: what
-    their instances' configurations say otherwise."""
+    their instances' configurations say otherwise. `verify`: of the prefill and of the decode rank.
+    """
     deadlines = deadlines or PATIENT
     source = source or Pool(seed=1)
     target = target or Pool(page_size=decode_page_size)
     server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S, keys=keys.registry)
     address = f"{HOST}:{server.port}"
     alike: dict[str, Any] = {"decode_allocation_policy": policy}
-    here = make_context("prefill", address, deadlines, keys=keys, **alike)
+    here = make_context("prefill", address, deadlines, keys=keys, verify=verify[0], **alike)
     here = replace(here, config=structs.replace(here.config, **(prefill_facts or {})))
     decode_keys = keys if decode_keys is None else decode_keys
-    there = make_context("decode", "", deadlines, decode_page_size, keys=decode_keys, **alike)
+    there = make_context(
+        "decode", "", deadlines, decode_page_size, keys=decode_keys, verify=verify[1], **alike
+    )
     there = replace(there, config=structs.replace(there.config, **(decode_facts or {})))
     prefill = PrefillRank(here, patient(prefill_config or Config()), source)
     decode = DecodeRank(there, patient(decode_config or Config()), target)

@@ -48,7 +48,7 @@ from sglang_mooncake.rooms.states import RoomState
 __all__ = ["FAULTS", "Found", "Model"]
 
 FOREVER_S = 1e9
-NO_COMPLETION = CompletionRecord(0, 0, 0, 0, 0, 0, 0)
+NO_COMPLETION = CompletionRecord(0, 0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})

@@ -10,15 +10,20 @@ import pytest
 from handover import LAYERS, WAIT_S, handover, until
 
 import te
-from sglang_mooncake.layout import COMPLETION_BYTES, CompletionRecord, completion_bytes
+from sglang_mooncake.layout import (
+    COMPLETION_BYTES,
+    CompletionRecord,
+    Verify,
+    completion_bytes,
+)
 from sglang_mooncake.rooms.arrival import CompletionDisagrees, Expected, has_arrived
 from sglang_mooncake.rooms.states import RoomState
 
 EXPECTED = Expected(
-    tag=7, slot=0, generation=100, pages=range(4, 5), layers=6, states=range(1, 3), aux=1
+    tag=7, slot=0, generation=100, pages=range(4, 5), layers=6, states=range(1, 3), aux=1, digests=1
 )
 COMPLETION = CompletionRecord(
-    generation=100, writes=3, pages=4, page_layers=24, states=1, aux=1, nbytes=4_096
+    generation=100, writes=3, pages=4, page_layers=24, states=1, aux=1, digests=1, nbytes=4_096
 )
 
 
@@ -57,6 +62,7 @@ def test_what_is_not_all_there_is_waited_for(completion, writes, nbytes):
         (replace(COMPLETION, states=0), 3, 4_096, "state lists: 1 to 2 asked for, 0 sent"),
         (replace(COMPLETION, states=3), 3, 4_096, "state lists: 1 to 2 asked for, 3 sent"),
         (replace(COMPLETION, aux=0), 3, 4_096, "metadata: 1 asked for, 0 sent"),
+        (replace(COMPLETION, digests=0), 3, 4_096, "digests: 1 asked for, 0 sent"),
         (COMPLETION, 3, 4_000, "bytes: 4096 sent, 4000 landed"),
         (COMPLETION, 4, 5_000, "transfers: 3 sent, 4 landed; bytes: 4096 sent, 5000 landed"),
     ],
@@ -80,7 +86,7 @@ def test_a_whole_completion_record_that_disagrees_is_told_with_both_figures(
 )
 def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(change, says):
     """The source's engine writes a completion record and nothing else."""
-    with handover() as pair:
+    with handover(verify=(Verify.OFF, Verify.OFF)) as pair:
         source = pair.prefill.engine  # Which alone may write under the room's tag.
         pair.decode.know(pair.address)
         _, room = pair.open_both(1)
@@ -94,6 +100,7 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
             page_layers=3 * LAYERS,
             states=0,
             aux=1,
+            digests=0,
             nbytes=COMPLETION_BYTES,
         )
         memory = np.frombuffer(bytearray(completion_bytes(replace(sent, **change))), np.uint8)

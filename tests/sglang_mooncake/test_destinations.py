@@ -42,7 +42,13 @@ class Link:
         layout = pair.target.layout(Buffers((), (), ()))
         self.dealer.send(encode(Hello("a rank", ALONE, pair.decode.engine.card(), layout)))
         engine = pair.prefill.engine
-        assert heard(self.dealer) == HelloReply(None, engine.id, engine.epoch, LAYERS)
+        reply = heard(self.dealer)
+        assert isinstance(reply, HelloReply)
+        assert (reply.engine_id, reply.engine_epoch, reply.layers) == (
+            engine.id,
+            engine.epoch,
+            LAYERS,
+        )
 
 
 @pytest.fixture

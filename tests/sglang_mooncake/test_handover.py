@@ -133,6 +133,7 @@ def test_the_completion_record_says_what_was_sent_and_the_engine_has_counted_tha
         page_layers=5 * LAYERS,
         states=0,
         aux=1,
+        digests=1,
         nbytes=nbytes,
     )
     assert pair.decode.completions.read(expected.slot) == sent

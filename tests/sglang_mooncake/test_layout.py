@@ -316,7 +316,7 @@ def test_descriptions_that_contradict_themselves_are_refused(call, says):
         call()
 
 
-@given(st.builds(CompletionRecord, *[st.integers(0, 2**64 - 1)] * 7))
+@given(st.builds(CompletionRecord, *[st.integers(0, 2**64 - 1)] * 8))
 def test_a_completion_record_comes_back_as_it_went(completion):
     assert CompletionRecord.unpack(completion_bytes(completion)) == completion
     assert len(completion_bytes(completion)) == COMPLETION_BYTES

@@ -58,6 +58,7 @@ def test_a_room_goes_from_open_to_done():
         page_layers=2 * LAYERS,
         states=0,
         aux=1,
+        digests=0,
         nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + COMPLETION_BYTES,
     )
     assert room.view.state is RoomState.ALL_SENT

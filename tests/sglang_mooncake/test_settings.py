@@ -47,6 +47,7 @@ VALUES = {
     "sglang_mooncake.registries": NAMES,
     "sglang_mooncake.registry": ADDRESSES,
     "sglang_mooncake.layerwise": SWITCHES,
+    "sglang_mooncake.verify": st.sampled_from(["off", "sample", "all"]),
     "sglang_mooncake.drop_in": SWITCHES,
     "sglang_mooncake.register_timeout_s": SECONDS,
     "sglang_mooncake.link_timeout_s": SECONDS,

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of what was sent and of what has landed, made and compared in a thread of their own: they
+read megabytes, and neither SGLang's scheduler nor the loop of a rank waits for that. Which requests
+and cells are digested is for the rules (`rooms/`, `layout/chosen.py`)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import te
+from sglang_mooncake.layout import (
+    Cells,
+    CompletionRecord,
+    Difference,
+    Digests,
+    Layout,
+    Place,
+    Plan,
+    Unwanted,
+    chosen_cells,
+    differences,
+    digest,
+    sample_size,
+)
+from sglang_mooncake.messages import (
+    ListDigests,
+    RoomDigests,
+    indices_from_bytes,
+    states_from_bytes,
+)
+from sglang_mooncake.rooms.arrival import CompletionDisagrees
+from sglang_mooncake.rooms.decode_events import Compare, Verified
+from sglang_mooncake.rooms.prefill_events import Digest, Digested
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.stats import Recorder
+
+__all__ = ["DigestThread", "LandedDigests", "SentDigests"]
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks whether something has landed; it grows from the first to the second.
+_PAUSE_MIN_S, _PAUSE_MAX_S = 1e-4, 1e-3
+_CLOSE_TIMEOUT_S = 5.0
+#: Plans of the copy from prefill ranks, of which each life is another one.
+_PLANS_MAX = 256
+#: How many pages and buffers a sentence names.
+_NAMED_MAX = 8
+
+Job = Callable[[], bool]
+
+
+class DigestThread:
+    """Jobs in the order in which they come; one that has to wait keeps nobody else waiting. They
+    are bounded by the rooms, each of which has one for each of its peers."""
+
+    def __init__(self, name: str) -> None:
+        self._new: queue.Queue[Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, job: Job) -> None:
+        """Has the job called until it says that it is over."""
+        self._new.put(job)
+
+    def close(self) -> None:
+        """Ends the thread, behind the call that goes on. Idempotent."""
+        self._new.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        waiting: list[Job] = []
+        pause_s = _PAUSE_MIN_S
+        while True:
+            try:
+                job = self._new.get(timeout=pause_s if waiting else None)
+            except queue.Empty:
+                pause_s = min(pause_s * 1.1, _PAUSE_MAX_S)
+            else:
+                if job is None:
+                    return
+                waiting.append(job)
+                pause_s = _PAUSE_MIN_S
+            waiting = [one for one in waiting if not _is_over(one)]
+
+
+def _is_over(job: Job) -> bool:
+    try:
+        return job()
+    except Exception:  # its room ends by its deadline
+        logger.exception("internal error: a digest could not be made")
+        return True
+
+
+class SentDigests:
+    """Of a prefill rank.
+
+    Args:
+        post: hands what has come of a `Digest` to the loop, from the thread.
+    """
+
+    def __init__(
+        self, digester: te.Digester, recorder: Recorder, post: Callable[[Digested], None]
+    ) -> None:
+        self._digester, self._recorder, self._post = digester, recorder, post
+        self._thread = DigestThread("kv-prefill-digests")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def make(self, asked: Digest) -> None:
+        """`post` is called with `Digested`."""
+        self._thread.add(lambda: self._made(asked))
+
+    def close(self) -> None:
+        self._thread.close()
+        self._digester.close()
+
+    def _made(self, asked: Digest) -> bool:
+        room, message, failure = asked.room, None, None
+        try:
+            message = self._message(asked)
+        except Unwanted:
+            pass
+        except (te.Error, ValueError) as error:
+            failure = str(error)
+        except Exception as error:
+            logger.exception("internal error: no digests of room %d", room.number)
+            failure = f"internal error: {error!r}"
+        self._post(Digested(room, asked.peer, message, failure))
+        return True
+
+    def _message(self, asked: Digest) -> RoomDigests:
+        cells, nbytes = _sizes(asked.lists)
+        # The engine has all writes of the room by now: nothing that moves them can know the seed.
+        drawn, seed = sample_size(asked.verify, cells, nbytes), secrets.randbits(64)
+        found = _digests(asked.lists, seed, drawn, self._digester, asked.room, self._recorder)
+        return RoomDigests(
+            asked.room.number,
+            asked.generation,
+            seed,
+            drawn,
+            tuple(ListDigests.of(one) for one in found),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """Of a source: everything is here, and what its completion record says."""
+
+    compare: Compare
+    completion: CompletionRecord
+
+
+@dataclass(eq=False)
+class LandedDigests:
+    """Of a decode rank.
+
+    layout, place, rank: of this rank; the last for sentences.
+    landed: the completion record of what was asked for, once all of it is here, else None; raises
+        `CompletionDisagrees`.
+    post: hands what has come of a `Compare` to the loop, from the thread.
+    """
+
+    digester: te.Digester
+    recorder: Recorder
+    layout: Layout
+    place: Place
+    rank: str
+    landed: Callable[[Compare], CompletionRecord | None]
+    post: Callable[[Verified], None]
+    _plans: dict[Hashable, tuple[Layout, Plan]] = field(default_factory=dict)
+    _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-decode-digests"))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def compare(self, asked: Compare, source: tuple[Layout, Place]) -> None:
+        """`post` is called with `Verified`, unless the room ends before. source: what the prefill
+        rank has, and where."""
+        self._thread.add(lambda: self._compared(asked, source))
+
+    def close(self) -> None:
+        self._thread.close()
+        self.digester.close()
+
+    def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> bool:
+        room, failure = asked.room, None
+        if room.view.decided:
+            return True
+        try:
+            completion = self.landed(asked)
+            if completion is None:
+                return False
+            failure = self._failure(_Landed(asked, completion), source)
+        except Unwanted:
+            return True
+        except CompletionDisagrees as error:
+            failure = str(error)
+        except (te.Error, ValueError) as error:
+            failure = f"cannot compare what arrived with what {asked.link} sent: {error}"
+        except Exception as error:
+            logger.exception("internal error: no digests of room %d", room.number)
+            failure = f"internal error: {error!r}"
+        self.post(Verified(room, asked.expected.tag, failure))
+        return True
+
+    def _failure(self, landed: _Landed, source: tuple[Layout, Place]) -> str | None:
+        """None if all is as it was sent."""
+        asked, message = landed.compare, landed.compare.message
+        theirs = [one.digests for one in message.lists]
+        lists = self._cells(landed, theirs, source)
+        found = _digests(
+            lists, message.seed, message.drawn, self.digester, asked.room, self.recorder
+        )
+        differ = differences(lists, found, theirs)
+        self.recorder.verified(is_equal=not differ)
+        if not differ:
+            return None
+        return (
+            f"the KV cache that arrived is not the one that was sent: {_told(differ)}. Digests of "
+            f"{asked.link} and {self.rank} differ there, of room {asked.room.number}: memory was "
+            "used again too early, or something between the two ranks changes bytes"
+        )
+
+    def _cells(
+        self, landed: _Landed, theirs: Sequence[Digests], source: tuple[Layout, Place]
+    ) -> tuple[Cells, ...]:
+        asked = landed.compare
+        target = asked.request.target
+        assert target is not None, "nothing arrives from a source that sends nothing"
+        if asked.expected.digests and asked.message.drawn:
+            raise ValueError("digests of some pages where all were asked for")
+        device = target.device_pages
+        return self._plan(asked.link, source).cells.of_target(
+            [(one.which, one.positions) for one in theirs],
+            indices_from_bytes(target.pages),
+            None if device is None else indices_from_bytes(device),
+            states_from_bytes(target.states),
+            target.aux_slot,
+            landed.completion.pages,
+        )
+
+    def _plan(self, link: Hashable, source: tuple[Layout, Place]) -> Plan:
+        layout, place = source
+        known = self._plans.get(link)
+        if known is not None and known[0] is layout:
+            return known[1]
+        if len(self._plans) >= _PLANS_MAX:
+            del self._plans[next(iter(self._plans))]
+        plan = Plan(layout, self.layout, place, self.place)
+        self._plans[link] = layout, plan
+        return plan
+
+
+def _digests(
+    lists: Sequence[Cells],
+    seed: int,
+    drawn: int,
+    digester: te.Digester,
+    room: Room,
+    recorder: Recorder,
+) -> tuple[Digests, ...]:
+    """Raises Unwanted once the end of the room is decided."""
+    began_s = time.monotonic()
+    cells, nbytes = _sizes(lists)
+    chosen = chosen_cells(seed, drawn, cells)
+    found = digest(lists, chosen, digester.digests, lambda: not room.view.decided)
+    part = len(chosen) / cells if cells else 1.0
+    recorder.digested(len(chosen), int(nbytes * part), time.monotonic() - began_s)
+    return found
+
+
+def _sizes(lists: Sequence[Cells]) -> tuple[int, int]:
+    """How many cells there are, and of how many bytes."""
+    return sum(len(cells) for cells in lists), sum(cells.nbytes for cells in lists)
+
+
+def _told(differ: Sequence[Difference]) -> str:
+    return "; ".join(
+        f"{one.name} {_some([str(item) for item in one.items])} in {_some(one.buffers)}"
+        for one in differ
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED_MAX])
+    return shown + (f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else "")

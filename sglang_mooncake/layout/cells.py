@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells, by which two ranks compare what was copied between them: a cell is what one item of an
+index list has in one buffer, as far as this pair of ranks copies it. Of KV caches that is a page in
+one layer of one component, or the heads of it that both ranks hold.
+
+Both ranks list the same cells in the same order, each with the addresses of its own memory. So
+equal bytes have equal digests, wherever a page lies, and however TP or stages cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_mooncake.layout.indices import Indices
+
+__all__ = [
+    "Cells",
+    "Difference",
+    "Digests",
+    "Read",
+    "Shape",
+    "Unwanted",
+    "differences",
+    "digest",
+]
+
+U64 = npt.NDArray[np.uint64]
+#: The digests of units of one shape: their addresses, and the offsets and sizes of a unit's pieces
+#: (`te.Digester.digests`).
+Read = Callable[[U64, U64, U64], U64]
+#: Between two looks whether the digests are still wanted.
+CELLS_AT_ONCE = 4_096
+
+
+class Unwanted(Exception):
+    """Nobody wants the digests any more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """Buffers whose items are cut alike.
+
+    names: what each buffer caches, for sentences, as "K of layer 3"; len (buffers,).
+    addresses: of the buffers, shape (buffers,).
+    stride: bytes from one item to the next.
+    offsets, sizes: of the pieces of an item that are copied, in bytes, shape (pieces,).
+    """
+
+    names: tuple[str, ...]
+    addresses: U64
+    stride: int
+    offsets: U64
+    sizes: U64
+
+    @property
+    def nbytes(self) -> int:
+        """Of one cell."""
+        return int(self.sizes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """All cells of one index list, on one side. Number `i * columns + c` is item i in buffer c,
+    counted through all shapes.
+
+    name: what the list names: "page", or a state of the model.
+    which: which of the lists it is, the same on both sides.
+    positions: of the items in the request, rising, shape (items,).
+    items: which items these are on this side, shape (items,).
+    """
+
+    name: str
+    which: int
+    positions: Indices
+    items: Indices
+    shapes: tuple[Shape, ...]
+
+    @property
+    def columns(self) -> int:
+        return sum(len(shape.addresses) for shape in self.shapes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the buffers."""
+        return tuple(name for shape in self.shapes for name in shape.names)
+
+    def __len__(self) -> int:
+        return len(self.positions) * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Of all cells."""
+        of_item = sum(shape.nbytes * len(shape.addresses) for shape in self.shapes)
+        return of_item * len(self.positions)
+
+    def places(self, chosen: Indices) -> tuple[Indices, Indices]:
+        """Item and buffer of each of these cells."""
+        return np.divmod(chosen, self.columns)
+
+    def digests(self, chosen: Indices, read: Read) -> U64:
+        """Of these cells, each mixed with its place: cells that are exchanged differ."""
+        item, column = self.places(chosen)
+        found = np.empty(len(chosen), np.uint64)
+        first = 0
+        for shape in self.shapes:
+            here = (column >= first) & (column < first + len(shape.addresses))
+            begins = shape.addresses[column[here] - first]
+            at = begins + self.items[item[here]].astype(np.uint64) * np.uint64(shape.stride)
+            found[here] = read(at, shape.offsets, shape.sizes)
+            first += len(shape.addresses)
+        positions = self.positions[item].astype(np.uint64) << np.uint64(32)
+        places = _mixed(positions | column.astype(np.uint64))
+        return _mixed(found ^ places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digests:
+    """What one side tells of the chosen cells of one index list.
+
+    which, positions: see `Cells`.
+    of_items: a digest of each item's chosen cells, shape (items,); 0 of one without any.
+    of_buffers: a digest of each buffer's chosen cells, shape (columns,).
+    """
+
+    which: int
+    positions: Indices
+    of_items: U64
+    of_buffers: U64
+
+
+def _always() -> bool:
+    return True
+
+
+def digest(
+    lists: Sequence[Cells], chosen: Indices, read: Read, is_wanted: Callable[[], bool] = _always
+) -> tuple[Digests, ...]:
+    """Digests of the chosen cells.
+
+    Args:
+        chosen: rising numbers of cells, counted through all lists.
+        is_wanted: asked now and then.
+
+    Raises:
+        Unwanted: they are not.
+    """
+    made, begin = [], 0
+    for cells in lists:
+        span = np.searchsorted(chosen, (begin, begin + len(cells)))
+        mine = chosen[span[0] : span[1]] - begin
+        made.append(_digests(cells, mine, read, is_wanted))
+        begin += len(cells)
+    return tuple(made)
+
+
+def _digests(cells: Cells, chosen: Indices, read: Read, is_wanted: Callable[[], bool]) -> Digests:
+    of_items = np.zeros(len(cells.positions), np.uint64)
+    of_buffers = np.zeros(cells.columns, np.uint64)
+    for first in range(0, len(chosen), CELLS_AT_ONCE):
+        if not is_wanted():
+            raise Unwanted
+        some = chosen[first : first + CELLS_AT_ONCE]
+        found = cells.digests(some, read)
+        item, column = cells.places(some)
+        # They differ where any cell does: each is mixed, so that none takes another's place.
+        np.bitwise_xor.at(of_items, item, found)
+        np.bitwise_xor.at(of_buffers, column, found)
+    return Digests(cells.which, cells.positions, of_items, of_buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where one index list's cells differ: in which of its items and buffers, by position.
+
+    name: what the list names. buffers: by name.
+    """
+
+    name: str
+    items: tuple[int, ...]
+    buffers: tuple[str, ...]
+
+
+def differences(
+    lists: Sequence[Cells], ours: Sequence[Digests], theirs: Sequence[Digests]
+) -> list[Difference]:
+    """Where the digests of two sides differ; `lists` are ours. One changed cell is named exactly,
+    several by all their items and all their buffers.
+
+    Raises:
+        ValueError: they are not of the same cells.
+    """
+    found = []
+    for cells, one, other in zip(lists, ours, theirs, strict=True):
+        if one.which != other.which or len(one.of_buffers) != len(other.of_buffers):
+            raise ValueError(f"{cells.name}: digests of other buffers")
+        if not np.array_equal(one.positions, other.positions):
+            raise ValueError(f"{cells.name}: digests of other items")
+        items = np.flatnonzero(one.of_items != other.of_items)
+        buffers = np.flatnonzero(one.of_buffers != other.of_buffers)
+        if len(items) or len(buffers):
+            positions = tuple(cells.positions[items].tolist())
+            found.append(Difference(cells.name, positions, _named(cells.names, buffers)))
+    return found
+
+
+def _named(names: tuple[str, ...], which: Indices) -> tuple[str, ...]:
+    return tuple(names[at] for at in which)
+
+
+def _mixed(words: U64) -> U64:
+    """splitmix64's last steps: each bit of a word changes half of the others."""
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests, and which of their cells, are digested: pure.
+
+The choice is made for what lies between two ranks, which are trusted themselves: who computes a
+wrong cache makes the digest of the wrong one. So it suffices that whatever moves the bytes cannot
+know it. Whether a request is digested is drawn with its last write; which of its cells, once that
+write is in the engine's hands.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from sglang_mooncake.layout.indices import Indices
+
+__all__ = ["SAMPLE_NBYTES", "SAMPLE_ROOMS", "Verify", "chosen_cells", "is_chosen", "sample_size"]
+
+#: Of so many requests one is digested.
+SAMPLE_ROOMS = 16
+#: Of its bytes so many, about, but at least so many cells. They take a core some milliseconds.
+SAMPLE_NBYTES = 16 << 20
+SAMPLE_CELLS_MIN = 64
+
+
+class Verify(enum.IntEnum):
+    """How much of what is handed over is digested. Of two sides the stricter one counts."""
+
+    OFF = 0
+    SAMPLE = 1
+    ALL = 2
+
+
+def is_chosen(verify: Verify, random: int) -> bool:
+    """Whether a request is digested. random: 64 bits."""
+    return verify is Verify.ALL or (verify is Verify.SAMPLE and random % SAMPLE_ROOMS == 0)
+
+
+def sample_size(verify: Verify, cells: int, nbytes: int) -> int:
+    """How often a cell is drawn of so many, which have so many bytes in all; 0: each is digested,
+    without drawing."""
+    if verify is not Verify.SAMPLE or nbytes <= SAMPLE_NBYTES:
+        return 0
+    return max(cells * SAMPLE_NBYTES // nbytes, SAMPLE_CELLS_MIN)
+
+
+def chosen_cells(seed: int, drawn: int, cells: int) -> Indices:
+    """The numbers of the cells that are digested of `cells`, rising: all, or those that are drawn,
+    of which some come twice.
+
+    Args:
+        seed: 64 bits, of which both sides make the same choice.
+        drawn: see `sample_size`.
+    """
+    if not drawn or not cells:
+        return np.arange(cells, dtype=np.int64)
+    # Raw words of PCG64, which all releases of numpy make alike.
+    random = np.random.PCG64(seed).random_raw(drawn) >> np.uint64(32)
+    return np.unique((random * np.uint64(cells)) >> np.uint64(32)).astype(np.int64)

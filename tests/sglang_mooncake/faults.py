@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults inside a hand-over, for tests: something between two ranks that changes what arrives, and
+counts as if nothing were wrong. They are planted around the engine's calls and in the memory of
+either side; nothing of them is in the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import numpy as np
+from handover import Handover
+
+import te
+from te.peers import Peer
+
+__all__ = ["FAULTS", "Fault", "faulty"]
+
+
+@dataclass
+class Planted:
+    """What a fault does to the one write of a hand-over.
+
+    blocks: instead of those that were asked for.
+    before: is called before the prefill rank makes its digests, and `landed` before the decode
+        rank does, once everything counts as landed.
+    """
+
+    blocks: te.Blocks
+    before: Callable[[], None] = lambda: None
+    landed: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Spot:
+    """A hand-over of which a block is chosen: the first of a page."""
+
+    pair: Handover
+    blocks: te.Blocks
+    engine: te.Engine
+    keep: list[np.ndarray] = field(default_factory=list)
+
+    def memory(self, address: int, nbytes: int) -> np.ndarray:
+        """Of either side, as both live in this process."""
+        for side in (self.pair.source, self.pair.target):
+            for start, size in side.ranges():
+                if start <= address and address + nbytes <= start + size:
+                    whole = side.kv if side.kv.ctypes.data == start else side.aux
+                    flat = whole.reshape(-1).view(np.uint8)
+                    return flat[address - start : address - start + nbytes]
+        raise AssertionError(f"nobody has {address:#x}")
+
+
+Fault = Callable[[Spot], Planted]
+
+
+def flips_a_bit_on_the_way(spot: Spot) -> Planted:
+    rows = spot.blocks.array.copy()
+    block = rows[0]
+    wrong = spot.memory(int(block["src"]), int(block["nbytes"])).copy()
+    wrong[len(wrong) // 2] ^= 0x10
+    spot.keep.append(wrong)
+    spot.engine.register(wrong, remote="none")
+    rows[0]["src"] = wrong.ctypes.data
+    return Planted(te.Blocks(rows))
+
+
+def flips_a_bit_where_it_lands(spot: Spot) -> Planted:
+    block = spot.blocks.array[0]
+
+    def flip() -> None:
+        spot.memory(int(block["dst"]), int(block["nbytes"]))[7] ^= 1
+
+    return Planted(spot.blocks, landed=flip)
+
+
+def drops_a_block(spot: Spot) -> Planted:
+    """As many blocks and bytes count: another one comes twice."""
+    rows = spot.blocks.array.copy()
+    alike = np.flatnonzero(rows["nbytes"] == rows[0]["nbytes"])
+    rows[0] = rows[alike[1]]
+    return Planted(te.Blocks(rows))
+
+
+def writes_a_block_a_page_further(spot: Spot) -> Planted:
+    rows = spot.blocks.array.copy()
+    rows[0]["dst"] += spot.pair.target.kv.shape[-1]
+    return Planted(te.Blocks(rows))
+
+
+def delays_a_block(spot: Spot) -> Planted:
+    """It is in the engine's hands when everything counts, and lands later: here, never."""
+    block = spot.blocks.array[0]
+    place = spot.memory(int(block["dst"]), int(block["nbytes"]))
+    before = place.copy()
+
+    def hold_back() -> None:
+        place[:] = before
+
+    return Planted(spot.blocks, landed=hold_back)
+
+
+def uses_a_page_again_at_the_source(spot: Spot) -> Planted:
+    """Before the prefill side is done with it."""
+    block = spot.blocks.array[0]
+
+    def use() -> None:
+        spot.memory(int(block["src"]), int(block["nbytes"]))[:] = 0x55
+
+    return Planted(spot.blocks, before=use)
+
+
+def uses_a_page_again_at_the_destination(spot: Spot) -> Planted:
+    block = spot.blocks.array[0]
+
+    def use() -> None:
+        spot.memory(int(block["dst"]), int(block["nbytes"]))[:] = 0x55
+
+    return Planted(spot.blocks, landed=use)
+
+
+FAULTS: tuple[Fault, ...] = (
+    flips_a_bit_on_the_way,
+    flips_a_bit_where_it_lands,
+    drops_a_block,
+    writes_a_block_a_page_further,
+    delays_a_block,
+    uses_a_page_again_at_the_source,
+    uses_a_page_again_at_the_destination,
+)
+
+
+@contextmanager
+def faulty(pair: Handover, fault: Fault) -> Iterator[list[Planted]]:
+    """The fault is in each write of the prefill rank; yields those that happened."""
+    planted: list[Planted] = []
+    write = Peer.write
+    sent, landed = pair.prefill.side._digests, pair.decode.side._digests
+    message, find = sent._message, landed.landed
+
+    def wrong(peer: Peer, blocks: te.Blocks, tag: int = 0) -> te.Transfer:
+        one = fault(Spot(pair, blocks, pair.prefill.engine, kept))
+        planted.append(one)
+        return write(peer, one.blocks, tag)
+
+    def used(asked):  # type: ignore[no-untyped-def]
+        # The engine has read the pages: what it reads later would be digested like that, too.
+        while pair.decode.side._engine.arrived(tag_of(pair)) == 0:
+            pass
+        for one in planted:
+            one.before()
+        return message(asked)
+
+    def spoilt(compare):  # type: ignore[no-untyped-def]
+        completion = find(compare)
+        if completion is not None:
+            for one in planted:
+                one.landed()
+        return completion
+
+    kept: list[np.ndarray] = []
+    with (
+        mock.patch.object(Peer, "write", wrong),
+        mock.patch.object(sent, "_message", used),
+        mock.patch.object(landed, "landed", spoilt),
+    ):
+        yield planted
+
+
+def tag_of(pair: Handover) -> int:
+    """Of the room that is under way."""
+    (room,) = pair.decode.side._rooms.rooms
+    (expected,) = room.view.expected
+    return expected.tag

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of a hand-over between two ranks with real engines and sockets: what is right arrives,
+and what any fault between the two has changed is found, named and counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import FAULTS, Fault, faulty
+from handover import (
+    LAYERS,
+    PAGE_BYTES,
+    Handover,
+    Pool,
+    handover,
+    until,
+)
+from te_transports import TRANSPORTS
+
+import te
+from sglang_mooncake import digesting
+from sglang_mooncake.layout import Verify
+from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang.config import Config
+
+SOURCES, TARGETS = [1, 2, 3, 40], [5, 6, 7, 30]
+
+
+@contextmanager
+def pair_of(transport: str = "tcp", **more: Any) -> Iterator[Handover]:
+    config = Config(transports=(transport,))
+    with handover(config, decode_config=config, **more) as pair:
+        pair.decode.know(pair.address)
+        yield pair
+
+
+def hand_over(pair: Handover, number: int = 1) -> tuple[Room, Room]:
+    """Until the room has arrived or has failed."""
+    source, target = pair.open_both(number)
+    pair.name_pages(target, TARGETS, aux=3)
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+    until(
+        lambda: pair.decode.side.has_arrived(target) or target.view.decided, "the room is decided"
+    )
+    return source, target
+
+
+def totals(side: Any) -> dict[str, float]:
+    return side.recorder.totals()["digests"]
+
+
+@pytest.mark.parametrize("verify", [(Verify.ALL, Verify.OFF), (Verify.OFF, Verify.ALL)])
+def test_what_arrives_right_is_told_once_all_of_it_is_compared(verify):
+    """The stricter of the two sides counts."""
+    with pair_of(verify=verify) as pair:
+        source, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+        (expected,) = target.view.expected
+        assert target.view.verified == {expected.tag}
+        cells = len(SOURCES) * LAYERS + 1  # and the metadata
+        nbytes = len(SOURCES) * LAYERS * PAGE_BYTES + Pool().aux.shape[1]
+        for side in (pair.prefill, pair.decode):
+            assert (totals(side)["cells"], totals(side)["bytes"]) == (cells, nbytes)
+        assert (totals(pair.decode)["equal"], totals(pair.decode)["different"]) == (1, 0)
+        until(lambda: source.view.state is RoomState.DONE, "the prefill side is done")
+
+
+def test_nothing_is_digested_where_neither_side_wants_it():
+    with pair_of(verify=(Verify.OFF, Verify.OFF)) as pair:
+        _, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+        assert not target.view.verified
+        assert not totals(pair.prefill)["cells"]
+        assert not totals(pair.decode)["cells"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fault", FAULTS, ids=[one.__name__ for one in FAULTS])
+def test_every_fault_is_found_and_named(transport, fault: Fault):
+    with pair_of(transport) as pair, faulty(pair, fault) as planted:
+        source, target = hand_over(pair)
+        assert planted, "the fault has happened"
+        until(lambda: target.view.over, "the room has failed")
+        assert target.view.state is RoomState.FAILED
+        reason = target.view.reason or ""
+        assert "is not the one that was sent: page" in reason
+        for what in ("latent of layer", "prefill rank", "decode rank", "room 1"):
+            assert what in reason
+        assert totals(pair.decode)["different"] == 1
+        until(lambda: source.view.over, "the prefill side is told")
+    assert not pair.decode.side.has_arrived(target)
+
+
+def test_a_request_after_one_that_differs_arrives():
+    with pair_of() as pair:
+        with faulty(pair, FAULTS[0]):
+            _, first = hand_over(pair)
+            until(lambda: first.view.over, "the first room has failed")
+        _, second = hand_over(pair, number=2)
+        assert pair.decode.side.has_arrived(second)
+        assert (totals(pair.decode)["equal"], totals(pair.decode)["different"]) == (1, 1)
+
+
+def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
+    """As drawn, by the prefill rank."""
+    with pair_of(verify=(Verify.SAMPLE, Verify.SAMPLE)) as pair:
+        numbers = iter([SAMPLE_ROOMS * 5, 3, SAMPLE_ROOMS * 7 + 1, 0])
+        monkeypatch.setattr(pair.prefill.side._rooms, "_random", lambda: next(numbers))
+        compared = []
+        for number in range(1, 5):
+            _, target = hand_over(pair, number)
+            compared.append(bool(target.view.verified))
+            pair.decode.side.arrived(target)
+        assert compared == [True, False, False, True]
+
+
+def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
+    """The prefill room is not done before: its scheduler would use the pages again."""
+    go_on, asked = threading.Event(), threading.Event()
+    make = digesting._digests
+
+    def late(*args: Any) -> Any:
+        asked.set()
+        go_on.wait()
+        return make(*args)
+
+    monkeypatch.setattr(digesting, "_digests", late)
+    with pair_of() as pair:
+        source, target = pair.open_both(1)
+        pair.name_pages(target, TARGETS, aux=3)
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+        pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+        (expected,) = target.view.expected
+        until(lambda: pair.decode.engine.arrived(expected.tag) == 1, "all bytes have landed")
+        assert asked.wait()
+        assert not pair.decode.side.has_arrived(target)
+        assert source.view.state is RoomState.ALL_SENT
+        go_on.set()
+        until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+        until(lambda: source.view.state is RoomState.DONE, "the prefill side is done")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_digest_that_cannot_be_made_ends_the_request_with_the_reason(side, monkeypatch):
+    def fails(*args: Any) -> Any:
+        raise te.DigestError("memory could not be read for a digest: the device is lost")
+
+    with pair_of() as pair:
+        digester = (
+            pair.prefill.side._digests._digester
+            if side == "prefill"
+            else pair.decode.side._digests.digester
+        )
+        monkeypatch.setattr(digester, "digests", fails)
+        source, target = hand_over(pair)
+        until(lambda: target.view.over and source.view.over, "both sides know")
+        assert target.view.state is RoomState.FAILED
+        assert "the device is lost" in (target.view.reason or "")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_while_digests_are_made_ends_both_sides(side, monkeypatch):
+    go_on, asked = threading.Event(), threading.Event()
+    make = digesting._digests
+
+    def late(*args: Any) -> Any:
+        asked.set()
+        go_on.wait()
+        return make(*args)
+
+    monkeypatch.setattr(digesting, "_digests", late)
+    with pair_of() as pair:
+        source, target = pair.open_both(1)
+        pair.name_pages(target, TARGETS, aux=3)
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+        pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+        assert asked.wait()
+        if side == "prefill":
+            pair.prefill.side.abort(source, "the client has left")
+        else:
+            pair.decode.side.abort(target, "the client has left")
+        until(lambda: target.view.over, "the decode room is over")
+        assert not source.view.over, "its pages are being read"
+        go_on.set()
+        until(lambda: source.view.over, "the prefill room is over")
+        assert not pair.decode.side.has_arrived(target)
+
+
+def test_every_slot_of_metadata_is_compared():
+    with pair_of() as pair:
+        real = pair.decode.side._digests.landed
+
+        def spoilt(compare: Any) -> Any:
+            completion = real(compare)
+            if completion is not None:
+                pair.target.aux[3, 5] ^= 4
+            return completion
+
+        pair.decode.side._digests.landed = spoilt
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "is not the one that was sent: metadata 0 in metadata 0." in target.view.reason
+
+
+def test_pages_that_are_named_shift_with_what_is_sent():
+    """Digests do not know page numbers: only bytes and positions."""
+    with pair_of() as pair:
+        _, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+        np.testing.assert_array_equal(pair.target.kv[:, TARGETS], pair.source.kv[:, SOURCES])

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells, and digests of them, between random ranks of random models: equal bytes have equal digests
+on both sides however TP and stages cut them, and any byte that differs is found and named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from caches import Cache, Model, RankMemory, copy, models, place
+from hypothesis import given
+from hypothesis import strategies as st
+from test_layout_oracle import ITEMS, Moved, blocks_of, lists, moves, tp_sizes
+
+from bootstrap_server import Topology
+from bootstrap_server.ranks.matching import sources
+from sglang_mooncake.layout import (
+    Digests,
+    Place,
+    Plan,
+    Units,
+    Verify,
+    chosen_cells,
+    differences,
+    digest,
+    is_chosen,
+    sample_size,
+)
+from sglang_mooncake.layout.cells import Cells, Unwanted
+from sglang_mooncake.layout.chosen import SAMPLE_CELLS_MIN, SAMPLE_NBYTES, SAMPLE_ROOMS
+
+
+def reader(memory):
+    """Digests of memory whose first byte has address 1."""
+
+    def read(addresses, offsets, sizes):
+        return np.array(
+            [
+                xxhash.xxh3_64_intdigest(
+                    b"".join(
+                        memory[at + offset - 1 : at + offset - 1 + n].tobytes()
+                        for offset, n in zip(offsets.tolist(), sizes.tolist(), strict=True)
+                    )
+                )
+                for at in addresses.tolist()
+            ],
+            np.uint64,
+        )
+
+    return read
+
+
+def everything(of: tuple[Cells, ...]) -> np.ndarray:
+    return np.arange(sum(map(len, of)))
+
+
+def cells_of(plan: Plan, moved: Moved) -> tuple[tuple[Cells, ...], tuple[Cells, ...]]:
+    """Of the source and of the target, of pairs of items for each list."""
+    ours, theirs = lists(moved[None])
+    states = list(zip(*(lists(moved[state]) for state in (0, 1)), strict=True))
+    here = plan.cells.of_source(np.arange(len(ours)), ours, *states)
+    there = plan.cells.of_target(
+        [(one.which, one.positions) for one in here], theirs, None, states[1], None, len(ours)
+    )
+    return here, there
+
+
+@pytest.mark.slow
+@given(tp_sizes, tp_sizes, st.sampled_from([(1, 1), (2, 1), (2, 2)]), moves(), st.data())
+def test_any_changed_byte_is_found_and_named_whatever_the_layouts(
+    src_size, dst_size, stages, moved, data
+):
+    model = data.draw(models(src_size, dst_size))
+    prefill, decode = Topology(1, 1, src_size, stages[0]), Topology(2, 1, dst_size, stages[1])
+    coords = data.draw(st.sampled_from(list(decode.coords())))
+    target = RankMemory(model, Place(decode, coords), ITEMS, full=False)
+    asked = data.draw(st.sampled_from(sources(prefill, decode, coords, 0)))
+    source = RankMemory(model, Place(prefill, asked.coords), ITEMS, full=True)
+    plan = Plan(source.layout(address=1), target.layout(address=1), source.place, target.place)
+    blocks = blocks_of(plan, moved)
+    copy(blocks, source.base, target.base)
+    here, there = cells_of(plan, moved)
+    assert sum(one.nbytes for one in here) == blocks.total_nbytes
+    sent = digest(here, everything(here), reader(source.base))
+    landed = digest(there, everything(there), reader(target.base))
+    assert differences(there, landed, sent) == []
+
+    # One byte, anywhere in the decode rank's memory.
+    at = data.draw(st.integers(0, target.base.size - 1))
+    target.base[at] ^= 1 << data.draw(st.integers(0, 7))
+    array = blocks.array
+    was_sent = ((array["dst"] - 1 <= at) & (at < array["dst"] - 1 + array["nbytes"])).any()
+    differ = differences(there, digest(there, everything(there), reader(target.base)), sent)
+    assert len(differ) == was_sent
+    for one in differ:
+        assert len(one.items) == len(one.buffers) == 1
+        assert one.buffers[0] == name_of(target, at)
+        state = None if one.name == "page" else model.states.index(one.name)
+        assert moved[state][one.items[0]][1] == item_of(target, at)
+
+
+def name_of(memory: RankMemory, at: int) -> str:
+    kind, layer = next(key for key, array in memory.arrays.items() if covers(memory, array, at))
+    return f"{kind} of layer {layer}"
+
+
+def item_of(memory: RankMemory, at: int) -> int:
+    array = next(array for array in memory.arrays.values() if covers(memory, array, at))
+    return (at - begin(memory, array)) // array.shape[1]
+
+
+def begin(memory: RankMemory, array) -> int:
+    return array.ctypes.data - memory.base.ctypes.data
+
+
+def covers(memory: RankMemory, array, at: int) -> bool:
+    return 0 <= at - begin(memory, array) < array.nbytes
+
+
+MODEL = Model((Cache("k", (0, 1, 2), (Units(4, 8),), rows=2),), layers=3, states=("one", "two"))
+
+
+def pair(pages: int = 4) -> tuple[RankMemory, RankMemory, tuple[Cells, ...], tuple[Cells, ...]]:
+    """Two ranks that hold the same, and their cells."""
+    source = RankMemory(MODEL, place(1, 0), ITEMS, full=True)
+    target = RankMemory(MODEL, place(1, 0), ITEMS, full=False)
+    plan = Plan(source.layout(address=1), target.layout(address=1))
+    moved: Moved = {None: [(i, ITEMS - 1 - i) for i in range(pages)], 0: [], 1: []}
+    copy(blocks_of(plan, moved), source.base, target.base)
+    return source, target, *cells_of(plan, moved)
+
+
+def all_of(of: tuple[Cells, ...], memory: RankMemory) -> tuple[Digests, ...]:
+    return digest(of, everything(of), reader(memory.base))
+
+
+def test_cells_that_are_exchanged_differ():
+    source, target, here, there = pair()
+    pages = target.arrays["k", 1]
+    pages[[2, 3]] = pages[[3, 2]]
+    (differ,) = differences(there, all_of(there, target), all_of(here, source))
+    assert differ.items == (2, 3)
+    assert differ.buffers == ("k of layer 1",)
+
+
+def test_several_that_differ_are_named_by_all_their_items_and_buffers():
+    source, target, here, there = pair()
+    target.arrays["k", 0][5, 0] ^= 1
+    target.arrays["k", 2][4, 3] ^= 1
+    (differ,) = differences(there, all_of(there, target), all_of(here, source))
+    assert differ.items == (0, 1)
+    assert differ.buffers == ("k of layer 0", "k of layer 2")
+
+
+def test_digests_of_other_cells_are_no_digests_to_compare():
+    source, target, here, there = pair()
+    sent, landed = all_of(here, source), all_of(there, target)
+    (one,) = sent
+    for other, what in (
+        (Digests(one.which + 1, one.positions, one.of_items, one.of_buffers), "other buffers"),
+        (Digests(one.which, one.positions, one.of_items, one.of_buffers[:-1]), "other buffers"),
+        (Digests(one.which, one.positions + 1, one.of_items, one.of_buffers), "other items"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            differences(there, landed, (other,))
+
+
+def test_nobody_reads_on_once_the_digests_are_unwanted():
+    source, _, here, _ = pair()
+    with pytest.raises(Unwanted):
+        digest(here, everything(here), reader(source.base), lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("digested", "sentence"),
+    [
+        ([(0, [0, 1, 2, 4])], "digests of page 4, and 4 were asked for"),
+        ([(0, [0, 2, 1, 3])], "do not rise"),
+        ([(0, [-1, 0, 1, 2])], "do not rise"),
+        ([(0, [0, 1, 2])], "digests of 3 pages, and 4 pages were sent"),
+        ([], "digests of 0 pages, and 4 pages were sent"),
+        ([(0, [0, 1, 2, 3]), (1, [0])], "device page, and none was asked for"),
+        ([(0, [0, 1, 2, 3]), (4, [0])], "one, and none was asked for|not asked for"),
+        ([(0, [0, 1, 2, 3]), (99, [0])], "that was not asked for"),
+        ([(0, [0, 1, 2, 3]), (5, [0])], "metadata that was not asked for"),
+    ],
+)
+def test_a_decode_rank_takes_digests_of_nothing_else_than_it_has_asked_for(digested, sentence):
+    source = RankMemory(MODEL, place(1, 0), ITEMS, full=True)
+    target = RankMemory(MODEL, place(1, 0), ITEMS, full=False)
+    plan = Plan(source.layout(address=1), target.layout(address=1))
+    told = [(which, np.array(at)) for which, at in digested]
+    with pytest.raises(ValueError, match=sentence):
+        plan.cells.of_target(told, np.arange(4), pages_sent=4)
+
+
+def test_metadata_that_was_asked_for_must_be_digested():
+    source = RankMemory(MODEL, place(1, 0), ITEMS, full=True)
+    plan = Plan(source.layout(address=1), source.layout(address=1))
+    here = plan.cells.of_source(np.arange(2), np.arange(2), aux_slot=3)
+    assert [one.name for one in here] == ["page", "metadata"]
+    told = [(one.which, one.positions) for one in here]
+    there = plan.cells.of_target(told, np.arange(2), aux_slot=5, pages_sent=2)
+    assert [shape.addresses.tolist() for shape in there[1].shapes] == [[1 << 40], [1 << 41]]
+    assert there[1].items.tolist() == [5]
+    with pytest.raises(ValueError, match="no digests of metadata"):
+        plan.cells.of_target(told[:1], np.arange(2), aux_slot=5, pages_sent=2)
+
+
+# --- which are chosen ---
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(0, 500), st.integers(0, 1 << 33))
+def test_both_sides_choose_the_same_rising_cells(seed, drawn, cells):
+    if not drawn:
+        cells = min(cells, 1000)
+    chosen = chosen_cells(seed, drawn, cells)
+    assert np.array_equal(chosen, chosen_cells(seed, drawn, cells))
+    assert (chosen[1:] > chosen[:-1]).all()
+    assert len(chosen) == 0 if not cells else chosen[0] >= 0 and chosen[-1] < cells
+    assert len(chosen) == cells if not drawn else len(chosen) <= drawn
+
+
+def test_every_cell_is_chosen_as_often_as_any_other():
+    times = np.zeros(50)
+    for seed in range(2_000):
+        times[chosen_cells(seed, 10, 50)] += 1
+    expected = 2_000 * (1 - (49 / 50) ** 10)
+    assert abs(times - expected).max() < 5 * expected**0.5
+
+
+def test_what_of_a_request_is_digested_is_bounded():
+    assert sample_size(Verify.ALL, 10**7, 10**12) == 0
+    assert sample_size(Verify.SAMPLE, 10, SAMPLE_NBYTES) == 0
+    assert sample_size(Verify.SAMPLE, 10**5, 100 * SAMPLE_NBYTES) == 1000
+    assert sample_size(Verify.SAMPLE, 100, 100 * SAMPLE_NBYTES) == SAMPLE_CELLS_MIN
+
+
+def test_of_sampled_requests_one_of_some_is_digested():
+    assert all(is_chosen(Verify.ALL, n) for n in range(100))
+    assert not any(is_chosen(Verify.OFF, n) for n in range(100))
+    assert sum(is_chosen(Verify.SAMPLE, n) for n in range(100 * SAMPLE_ROOMS)) == 100
