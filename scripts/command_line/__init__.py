@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Parser", "positive", "some_of"]
+__all__ = ["Parser", "count", "positive", "some_of"]
 
 _Name = TypeVar("_Name", bound=str)
 
@@ -35,6 +35,14 @@ def positive(text: str) -> float:
         value = 0.0
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def count(text: str) -> int:
+    """An argument's type."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
 
 

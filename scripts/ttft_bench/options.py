@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser, some_of
+from command_line import Parser, count, some_of
 from cpu_serving.architectures import NEW_TOKENS, LlamaSize
 
 from ttft_bench.rates import Rate, parse_rate
@@ -101,14 +101,20 @@ def _build_parser() -> Parser:
         metavar="K,…",
         help=f"which of {', '.join(KINDS)}: one server, PD, PD by layers (all)",
     )
-    add("--rounds", type=_positive, default=5, metavar="N", help="requests of each kind (5)")
+    add("--rounds", type=count, default=5, metavar="N", help="requests of each kind (5)")
     add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     for name, default in DEFAULT_MODEL.items():
-        add(f"--{name}", type=_positive, default=default, metavar="N", help=f"model ({default})")
-    add("--page-size", type=_positive, default=16, metavar="P", help="tokens per KV page (16)")
+        add(
+            f"--{name}",
+            type=count,
+            default=default,
+            metavar="N",
+            help=f"model ({default})",
+        )
+    add("--page-size", type=count, default=16, metavar="P", help="tokens per KV page (16)")
     add(
         "--chunked-prefill-size",
-        type=_positive,
+        type=count,
         metavar="N",
         help="prefill in chunks of N tokens (each prompt at once)",
     )
@@ -125,7 +131,7 @@ def _build_parser() -> Parser:
 
 
 def _prompts(text: str) -> tuple[int, ...]:
-    lengths = tuple(_positive(part) for part in text.split(","))
+    lengths = tuple(count(part) for part in text.split(","))
     for length in lengths:
         if not MIN_PROMPT <= length <= MAX_PROMPT:
             raise argparse.ArgumentTypeError(f"{length} is not from {MIN_PROMPT} to {MAX_PROMPT}")
@@ -137,13 +143,6 @@ def _rates(text: str) -> tuple[Rate, ...]:
         return tuple(dict.fromkeys(parse_rate(part) for part in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return value
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser
+from command_line import Parser, count
 
 from cpu_serving.architectures import ARCHITECTURES, HEADS, LAYERS, MAX_POSITIONS, NEW_TOKENS
 from cpu_serving.variants import VARIANTS
@@ -138,19 +138,19 @@ def _build_parser() -> Parser:
         f" {', '.join(VARIANTS)} (scripts/demo --store --help).",
     )
     add = parser.add_argument
-    add("--requests", type=_positive, default=50, metavar="N", help="how many (50)")
-    add("--concurrency", type=_positive, default=16, metavar="C", help="how many at a time (16)")
-    add("--prefill-tp", type=_positive, metavar="T", help="TP ranks of the prefill server (1)")
-    add("--decode-tp", type=_positive, metavar="T", help="TP ranks of the decode server (1)")
-    add("--prefill-pp", type=_positive, default=1, metavar="P", help="its pipeline stages (1)")
-    add("--decode-pp", type=_positive, default=1, metavar="P", help="those of decode (1)")
+    add("--requests", type=count, default=50, metavar="N", help="how many (50)")
+    add("--concurrency", type=count, default=16, metavar="C", help="how many at a time (16)")
+    add("--prefill-tp", type=count, metavar="T", help="TP ranks of the prefill server (1)")
+    add("--decode-tp", type=count, metavar="T", help="TP ranks of the decode server (1)")
+    add("--prefill-pp", type=count, default=1, metavar="P", help="its pipeline stages (1)")
+    add("--decode-pp", type=count, default=1, metavar="P", help="those of decode (1)")
     add(
         "--dp-attention",
         action="store_true",
         help="DP attention over the ranks of each server (2, unless told otherwise)",
     )
-    add("--page-size", type=_positive, default=1, metavar="P", help="tokens per KV page (1)")
-    add("--chunked-prefill-size", type=_positive, metavar="N", help="prefill in chunks of N tokens")
+    add("--page-size", type=count, default=1, metavar="P", help="tokens per KV page (1)")
+    add("--chunked-prefill-size", type=count, metavar="N", help="prefill in chunks of N tokens")
     add(
         "--overlap",
         action="store_true",
@@ -194,7 +194,7 @@ def _build_parser() -> Parser:
     )
     add(
         "--max-prompt-tokens",
-        type=_positive,
+        type=count,
         default=1500,
         metavar="N",
         help="longest prompt (1500)",
@@ -215,13 +215,6 @@ def _build_parser() -> Parser:
         help="compare with the answers in this file; start no ordinary server",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return value
 
 
 def _problem(options: DemoOptions) -> str | None:
