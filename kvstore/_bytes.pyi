@@ -50,6 +50,57 @@ def bring(
         verify: whether checksums are compared.
     """
 
+def judge(
+    found: npt.NDArray[Any],
+    wanted: npt.NDArray[Any],
+    addresses: U64,
+    sizes: U64,
+    verify: bool,
+    codes: npt.NDArray[np.uint8],
+) -> None:
+    """As ``bring``, of objects that were copied already, and headers that were read behind that or
+    with it: ``found``, dtype ``headers.HEADER``, shape (n,). Checksums are computed of objects with
+    the wanted header alone."""
+
+def expect(
+    keys: npt.NDArray[np.uint8],
+    signature: bytes,
+    nbytes: int,
+    fingerprint: int,
+    magic: int,
+    state: int,
+    generations: npt.NDArray[np.uint32],
+    headers: npt.NDArray[Any],
+) -> None:
+    """Writes headers, dtype ``headers.HEADER``, shape (n,), with checksums of 0. ``keys`` has shape
+    (n, 16), ``generations`` shape (n,). Holds the interpreter's lock, as do those below."""
+
+def lay(
+    blocks: npt.NDArray[np.void],
+    first: int,
+    slots: U64,
+    offset: int,
+    addresses: U64,
+    sizes: U64,
+    to_slots: bool,
+) -> int:
+    """Writes the copies between slots and pieces to ``blocks``, dtype ``te.BLOCK``, from number
+    ``first`` on, each run that is adjacent on both sides as one. Returns the number behind the last
+    one. Nothing is checked but the room; sums wrap.
+
+    Args:
+        slots: where they begin, shape (n,); the first piece lies ``offset`` bytes behind that.
+        addresses, sizes: see ``take``.
+    """
+
+def covers(starts: U64, ends: U64, addresses: U64, sizes: U64) -> bool:
+    """Whether each piece lies in one of the ranges, which are in order and have nothing in common.
+
+    Args:
+        starts, ends: of the ranges.
+        addresses, sizes: see ``take``.
+    """
+
 def populate(address: int, nbytes: int) -> int:
     """Has the kernel give all pages of this range, which begins and ends at pages. The error's
     number if it does not, else 0: madvise(2), ``MADV_POPULATE_WRITE``."""

@@ -41,6 +41,10 @@ class Table:
             places: of dtype ``changes.PLACE``, one for each key; is written.
         """
 
+def sole_owner(places: Buffer) -> int:
+    """The number of the owner that has all of these in memory, by a look-up: ``places`` has dtype
+    ``changes.PLACE``. -1 if there is none such."""
+
 def digests_of_hex(texts: Sequence[str]) -> bytes:
     """The first 16 bytes of each digest, which is given in hex (SGLang's page keys are SHA-256 in
     64 digits). ``ValueError`` names the first text that is none."""

@@ -311,6 +311,26 @@ cdef Entry *place_for(Shard *shard, u64 hashed) noexcept nogil:
     return &shard.entries[at]
 
 
+def sole_owner(object places):
+    cdef Py_buffer view
+    cdef Place *place
+    cdef Py_ssize_t i, n
+    cdef bint is_sole
+    cdef u16 owner = 0
+    PyObject_GetBuffer(places, &view, PyBUF_SIMPLE)
+    place = <Place *>view.buf
+    n = view.len // sizeof(Place)
+    is_sole = n > 0 and view.len % sizeof(Place) == 0
+    if is_sole:
+        owner = place[0].owner
+    for i in range(n if is_sole else 0):
+        is_sole &= (
+            place[i].found == FOUND and place[i].slot != LOWER_TIER and place[i].owner == owner
+        )
+    PyBuffer_Release(&view)
+    return <int>owner if is_sole else -1
+
+
 cdef int8_t[256] DIGITS
 cdef int _i
 for _i in range(256):

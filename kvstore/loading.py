@@ -61,9 +61,7 @@ class Load:
         for group in list(self._groups):
             group.wait_for(part, self._deadline_s)
             if group.failed is None:
-                right, group.checksums = self._store.gets.headers(group, self._deadline_s)
-                if not all(right):
-                    group.fail(Got.MOVED, "an object has moved")
+                self._store.gets.check(group, self._deadline_s)
             if group.failed is not None:
                 self._groups.remove(group)
                 self._store.gets.finish(group, self._destination, self._outcomes, self._deadline_s)
@@ -77,10 +75,8 @@ class Load:
         if not self._is_right(row for group in self._groups for row in group.rows):
             self.cancel()
         for group in self._groups:
-            right = [True] * len(group.rows)  # As `wait` has found for the last part.
-            self._store.gets.accept(
-                group, self._destination, self._outcomes, right, group.checksums
-            )
+            # With the headers that `wait` has found for the last part.
+            self._store.gets.accept(group, self._destination, self._outcomes)
         self._groups = []
         self._store.conclude_gets(
             self._keys, self._signature, self._outcomes, self._destination.object_bytes

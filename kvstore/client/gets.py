@@ -21,6 +21,7 @@ from kvstore.client.promoting import promoted_parts
 from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms
 from kvstore.objects.changes import LOWER_TIER, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.objects.copying import Copier
+from kvstore.objects.headers import tell_apart
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import Pieces
 
@@ -81,16 +82,14 @@ class Gets:
         self._owners.touch_soon(keys, signature, span.nbytes)
         outcomes = [Got.MISSING] * len(keys)
         open_rows: Sequence[int] = range(len(keys))
+        open_keys = keys
         fingerprint = fingerprint_of(signature, span.nbytes)
         failed: set[int] = set()
         is_readable = self._memory.is_readable(destination)
         at_once = self._verify and is_readable and span.nbytes == destination.object_bytes
         for _ in range(ATTEMPTS):
-            ranks = bytearray(self._owners.ranks)
-            for number in failed:
-                ranks[number] = 0
             places = self._owners.look_up(
-                keys[np.asarray(open_rows, np.intp)], fingerprint, bytes(ranks)
+                open_keys, fingerprint, self._owners.ranks_without(failed)
             )
             found = self._groups(keys, signature, span.nbytes, open_rows, places, outcomes)
             near = [one for one in found if is_readable and one.source.window is not None]
@@ -101,6 +100,7 @@ class Gets:
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
+            open_keys = keys[np.asarray(open_rows, np.intp)]
             # Now it is told which bytes are wrong, and which were another object's.
             at_once = False
             failed.update(group.source.number for group in groups if group.failed is not None)
@@ -135,10 +135,12 @@ class Gets:
         window = group.source.window
         return group if window is None else MappedGroup(group, window, self._copier)
 
-    def headers(self, group: Group, deadline_s: float) -> tuple[list[bool], list[int]]:
-        """For ``Load``: which objects of a group still lie where they were looked up, and their
-        checksums. What was read before is of them. May fail the group."""
-        return group.check(self._rooms, deadline_s)
+    def check(self, group: Group, deadline_s: float) -> None:
+        """For ``Load``: whether the objects of a group still lie where they were looked up; if one
+        does not, or that cannot be told, the group has failed. What was read before is of them."""
+        group.found = group.check(self._rooms, deadline_s)
+        if group.found is not None and not tell_apart(group.found, group.wanted).all():
+            group.fail(Got.MOVED, "an object has moved")
 
     def finish(
         self,
@@ -152,13 +154,11 @@ class Gets:
         """Waits for a group's reads and checks it; its rows get their outcome. ``is_whole``: whole
         objects were read, so that checksums tell whether they are right."""
         group.wait(deadline_s)
-        right: list[bool] = []
-        checksums: list[int] = []
         wrong = Got.CORRUPTED if group.room is None else Got.MOVED
         if group.failed is None:
-            right, checksums = group.check(self._rooms, deadline_s)
+            group.found = group.check(self._rooms, deadline_s)
         if group.failed is None:
-            self.accept(group, destination, outcomes, right, checksums, wrong, is_whole=is_whole)
+            self.accept(group, destination, outcomes, wrong, is_whole=is_whole)
             return
         if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
             self._owners.pause(group.source.number, group.reason)
@@ -172,21 +172,19 @@ class Gets:
         group: Group,
         destination: Pieces,
         outcomes: list[Got],
-        right: Sequence[bool],
-        checksums: Sequence[int],
         wrong: Got = Got.CORRUPTED,
         *,
         is_whole: bool = True,
     ) -> None:
-        """For ``Load``: all bytes are there, and their headers were read behind them. Compares
-        checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
+        """For ``Load``: all bytes are there, and their headers were read behind them
+        (``Group.found``). Compares checksums; the rows get their outcome. ``wrong``: that of bytes
+        with another checksum."""
+        assert group.found is not None
         self._measure(group, destination)
-        ours: Sequence[int] = checksums
-        pieces = destination.of(group.rows)
-        if self._verify and is_whole and self._memory.is_readable(pieces):
-            ours = self._copier.checksums(pieces).tolist()
-        for row, is_right, said, found in zip(group.rows, right, checksums, ours, strict=True):
-            outcomes[row] = Got.MOVED if not is_right else Got.RIGHT if found == said else wrong
+        pieces = group.of_all(destination)
+        verify = self._verify and is_whole and self._memory.is_readable(pieces)
+        codes = self._copier.judge(group.found, group.wanted, pieces, verify)
+        group.tell(codes, outcomes, wrong)
 
     # -- by owner
 
@@ -200,6 +198,10 @@ class Gets:
         outcomes: list[Got],
     ) -> list[Group]:
         """The rows that were found, by owner; the others get their outcome."""
+        if len(places) == len(keys) <= HEADERS_MAX:
+            sole = self._owners.source_of_all(places)
+            if sole is not None:
+                return [Group.of(sole, rows, keys, signature, nbytes, places)]
         wanted = np.asarray(rows, np.intp)
         whole = places
         if len(places) < len(keys):
@@ -231,18 +233,14 @@ class Gets:
         """Copies a group out of memory of this host; its rows get their outcome."""
         window = group.source.window
         assert window is not None
-        is_all = len(group.rows) == len(outcomes)
-        pieces = destination if is_all else destination.of(group.rows)
+        pieces = group.of_all(destination)
         begun_s = time.monotonic()
         verify = self._verify and span.nbytes == destination.object_bytes
-        came = group.bring(pieces, window, self._copier, verify, span.offset)
+        codes = group.bring(pieces, window, self._copier, verify, span.offset)
         took_s = time.monotonic() - begun_s
-        self._load_times.measured(group.source.number, took_s, len(came) * destination.object_bytes)
-        if is_all:
-            outcomes[:] = came
-            return
-        for row, one in zip(group.rows, came, strict=True):
-            outcomes[row] = one
+        nbytes = len(codes) * destination.object_bytes
+        self._load_times.measured(group.source.number, took_s, nbytes)
+        group.tell(codes, outcomes)
 
     def _read(
         self,
@@ -261,9 +259,9 @@ class Gets:
         try:
             for group in groups:
                 if at_once:
-                    group.begin_with_headers(destination.of(group.rows), self._rooms)
+                    group.begin_with_headers(group.of_all(destination), self._rooms)
                 else:
-                    group.begin(destination.of(group.rows), span.offset)
+                    group.begin(group.of_all(destination), span.offset)
             for group in near:
                 self._bring(group, destination, span, outcomes)
             for group in groups:

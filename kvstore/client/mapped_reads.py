@@ -11,8 +11,9 @@ import numpy as np
 
 from kvstore.client.reading import Group, HeaderRooms
 from kvstore.memory.slab import UNIT_BYTES
+from kvstore.objects.changes import Records
 from kvstore.objects.copying import Copier, gather
-from kvstore.objects.headers import HEADER, HEADER_BYTES, tell_apart
+from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.protocol.calling import Window
@@ -71,11 +72,11 @@ class MappedGroup(Group):
         if codes.any():
             self.fail(Got.MOVED, "an object has moved")
 
-    def check(self, rooms: HeaderRooms, deadline_s: float) -> tuple[list[bool], list[int]]:  # noqa: ARG002
+    def check(self, rooms: HeaderRooms, deadline_s: float) -> Records:  # noqa: ARG002
         """See ``Group``."""
         found = np.zeros(len(self.rows), HEADER)
         gather(Pieces.whole(self._headers, HEADER_BYTES), found.ctypes.data)
-        return tell_apart(found, self.wanted).tolist(), found["checksum"].tolist()
+        return found
 
     @property
     def _headers(self) -> U64:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 import te
+from kvstore import _bytes
 from kvstore.objects.pieces import U64, Pieces
 
 __all__ = ["Memory"]
@@ -49,7 +50,8 @@ class Memory:
 
     def is_readable(self, pieces: Pieces) -> bool:
         """Whether the processor can read all of these, and write them."""
-        return _holds(self._readable, pieces)
+        starts, ends = self._readable
+        return _bytes.covers(starts, ends, pieces.addresses, pieces.nbytes)
 
     def _note(self) -> None:
         """Behind a change."""
@@ -59,13 +61,3 @@ class Memory:
 def _spans(regions: Sequence[te.Region]) -> Spans:
     starts = np.array([one.address for one in regions], np.uint64)
     return starts, starts + np.array([one.nbytes for one in regions], np.uint64)
-
-
-def _holds(spans: Spans, pieces: Pieces) -> bool:
-    starts, ends = spans
-    if not len(starts):
-        return False
-    at = np.searchsorted(starts, pieces.addresses, side="right")
-    # Below the first one, -1 finds the last one, which begins above.
-    fits = (pieces.addresses + pieces.nbytes <= ends[at - 1]) & (at > 0)
-    return bool(fits.all())

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import te
-from kvstore._table import Table
+from kvstore._table import Table, sole_owner
 from kvstore.client.connecting import Connections, Known
 from kvstore.client.following import Following
 from kvstore.client.handles import Handle, LocalHandle, RemoteHandle
@@ -161,6 +161,15 @@ class Owners:
         """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
         return bytes(self._ranks)
 
+    def ranks_without(self, numbers: Collection[int]) -> bytes:
+        """``ranks``, without some owners."""
+        if not numbers:
+            return self.ranks
+        ranks = bytearray(self._ranks)
+        for number in numbers:
+            ranks[number] = 0
+        return bytes(ranks)
+
     @property
     def ranks_of_loads(self) -> bytes:
         """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
@@ -227,6 +236,12 @@ class Owners:
         elif known.caller is not None:
             window = known.caller.window
         return Source(number, known.peer, card.headers_address, card.slots_address, window)
+
+    def source_of_all(self, places: Records) -> Source | None:
+        """That of the one owner that has all of these in memory; None if there is none such, or no
+        connection to it now."""
+        number = sole_owner(places)
+        return None if number < 0 else self.source(number)
 
     def _connect(self, number: int) -> Known | None:
         """For ``Connections``."""

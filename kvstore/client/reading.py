@@ -20,8 +20,8 @@ import te
 from kvstore import _bytes
 from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.changes import Keys, Records
-from kvstore.objects.copying import Copier
-from kvstore.objects.headers import HEADER, HEADER_BYTES, expected, tell_apart
+from kvstore.objects.copying import Codes, Copier
+from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.protocol.calling import Window
@@ -31,11 +31,7 @@ __all__ = ["HEADERS_MAX", "ROOMS", "Group", "HeaderRoom", "HeaderRooms", "Source
 HEADERS_MAX: Final = 4096
 """Objects of one owner that one group reads."""
 ROOMS: Final = 16
-_GOT: Final = {
-    _bytes.RIGHT: Got.RIGHT,
-    _bytes.MOVED: Got.MOVED,
-    _bytes.CORRUPTED: Got.CORRUPTED,
-}
+_GOT: Final = {_bytes.RIGHT: Got.RIGHT, _bytes.MOVED: Got.MOVED}
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,10 @@ class HeaderRoom:
     records: Records
     give_back: Callable[[], None]
 
-    def blocks(self, headers: U64) -> te.Blocks:
-        """That bring headers here."""
-        place = np.arange(len(headers), dtype=np.uint64) * np.uint64(HEADER_BYTES)
-        return te.Blocks.of(headers, np.uint64(self.address) + place, HEADER_BYTES).merged()
+    def pieces(self, count: int) -> Pieces:
+        """Where so many headers come to."""
+        places = np.arange(count, dtype=np.uint64) * np.uint64(HEADER_BYTES)
+        return Pieces.whole(places + np.uint64(self.address), HEADER_BYTES)
 
 
 class HeaderRooms:
@@ -67,7 +63,7 @@ class HeaderRooms:
         """A room, which must be given back once nothing lands there any more; None if none became
         free in time."""
         with self._condition:
-            if not self._condition.wait_for(lambda: bool(self._free), timeout_s):
+            if not self._free and not self._condition.wait_for(lambda: self._free, timeout_s):
                 return None
             room = self._free.pop()
         address = self._region.address + room * HEADERS_MAX * HEADER_BYTES
@@ -114,8 +110,8 @@ class Group:
     begun_s: list[float] = field(default_factory=list)
     #: Where the headers come to that are read with the bytes.
     room: HeaderRoom | None = None
-    #: Of the headers that were read last, for ``Load``.
-    checksums: list[int] = field(default_factory=list)
+    #: The headers that were read last, for ``Load``.
+    found: Records | None = None
     #: Why no object of the group can be right any more.
     failed: Got | None = None
     #: te's words for that.
@@ -131,28 +127,38 @@ class Group:
         nbytes: int,
         places: Records,
     ) -> Group:
-        """``keys`` and ``places`` are of the whole request, ``rows`` of this group."""
-        found = places[rows]
-        return cls(
-            source,
-            rows,
-            found["slot"].astype(np.uint64),
-            expected(keys[rows], signature, nbytes, found["generation"]),
-        )
+        """``keys`` and ``places`` are of the whole request, ``rows`` of this group, in order."""
+        if len(rows) < len(keys):
+            keys, places = keys[rows], places[rows]
+        wanted = expected(keys, signature, nbytes, places["generation"])
+        return cls(source, rows, places["slot"].astype(np.uint64), wanted)
+
+    def of_all(self, pieces: Pieces) -> Pieces:
+        """This group's rows of the memory for the whole request."""
+        return pieces if len(self.rows) == len(pieces) else pieces.of(self.rows)
+
+    def tell(self, codes: Codes, outcomes: list[Got], wrong: Got = Got.CORRUPTED) -> None:
+        """Gives this group's rows their outcomes. ``wrong``: that of ``_bytes.CORRUPTED``."""
+        got = [Got.RIGHT] * len(codes)
+        if codes.any():
+            got = [wrong if one == _bytes.CORRUPTED else _GOT[one] for one in codes.tolist()]
+        if len(got) == len(outcomes):
+            outcomes[:] = got
+            return
+        for row, one in zip(self.rows, got, strict=True):
+            outcomes[row] = one
 
     def bring(
         self, pieces: Pieces, window: Window, copier: Copier, verify: bool, offset: int = 0
-    ) -> list[Got]:
+    ) -> Codes:
         """Copies these objects out of a window, and tells what came. ``pieces`` has this group's
         rows, and the processor can write there; they lie ``offset`` bytes behind the begin."""
         if not window.has(int(self.slots.max()), offset + pieces.object_bytes):
-            return [Got.MOVED] * len(pieces)  # What the owner has announced cannot be.
+            # What the owner has announced cannot be.
+            return np.full(len(pieces), _bytes.MOVED, np.uint8)
         slots = np.uint64(window.slots_address + offset) + self.slots * np.uint64(UNIT_BYTES)
         headers = np.uint64(window.headers_address) + self.slots * np.uint64(HEADER_BYTES)
-        codes = copier.bring(slots, headers, self.wanted, pieces, verify)
-        if not codes.any():
-            return [Got.RIGHT] * len(codes)
-        return [_GOT[one] for one in codes.tolist()]
+        return copier.bring(slots, headers, self.wanted, pieces, verify)
 
     def begin(self, pieces: Pieces, offset: int) -> None:
         """Begins to read the pieces of these objects that lie ``offset`` bytes behind the begin of
@@ -169,8 +175,9 @@ class Group:
             self.begin(pieces, 0)
             return
         self.room = room
-        slots = pieces.blocks(self.source.slots(self.slots), 0, to_slots=False)
-        self._read(te.Blocks.concat([slots, room.blocks(self.source.headers(self.slots))]))
+        headers = self.source.headers(self.slots)
+        slots = self.source.slots(self.slots)
+        self._read(pieces.blocks_and(slots, room.pieces(len(headers)), headers))
 
     def _read(self, blocks: te.Blocks) -> None:
         begun_s = time.monotonic()
@@ -224,27 +231,28 @@ class Group:
         """No object of the group will be right."""
         self.failed, self.reason = outcome, reason
 
-    def check(self, rooms: HeaderRooms, deadline_s: float) -> tuple[list[bool], list[int]]:
-        """After the bytes that count are there: which slots still have the objects that were
-        wanted, and the checksums in their headers. May fail the whole group."""
+    def check(self, rooms: HeaderRooms, deadline_s: float) -> Records | None:
+        """After the bytes that count are there: what the headers of the slots say, behind them or
+        with them. None if they cannot be read, and the group has failed."""
         room, self.room = self.room, None
         came_along = room is not None
         if room is None:
             room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
         if room is None:
             self.fail(Got.TIMED_OUT, "too many reads at once: no memory for headers became free")
-            return [], []
+            return None
         try:
             if not came_along and not self._read_headers(room, deadline_s):
-                return [], []
-            found = room.records[: len(self.rows)].copy()
+                return None
+            return room.records[: len(self.rows)].copy()
         finally:
             room.give_back()
-        return tell_apart(found, self.wanted).tolist(), found["checksum"].tolist()
 
     def _read_headers(self, room: HeaderRoom, deadline_s: float) -> bool:
         try:
-            transfer = self.source.peer.read(room.blocks(self.source.headers(self.slots)))
+            headers = self.source.headers(self.slots)
+            blocks = room.pieces(len(headers)).blocks(headers, 0, to_slots=False)
+            transfer = self.source.peer.read(blocks)
         except te.QueueFull as exc:
             self.fail(Got.UNREACHABLE, str(exc))
             return False

@@ -40,7 +40,7 @@ class Copier:
         """Copies objects into slots, which begin at these addresses, shape (n,); returns the
         checksums of what lies there."""
         found = np.empty(len(pieces), np.uint64)
-        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+        addresses, sizes = pieces.addresses, pieces.nbytes
 
         def some(rows: slice) -> None:
             _bytes.take(slots[rows], addresses[rows], sizes, found[rows])
@@ -53,7 +53,7 @@ class Copier:
     ) -> Codes:
         """Copies objects out of slots, and tells what came: see ``_bytes.bring``."""
         codes = np.empty(len(pieces), np.uint8)
-        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+        addresses, sizes = pieces.addresses, pieces.nbytes
 
         def some(rows: slice) -> None:
             _bytes.bring(
@@ -69,10 +69,25 @@ class Copier:
         self._share(some, pieces)
         return codes
 
+    def judge(self, found: Records, wanted: Records, pieces: Pieces, verify: bool) -> Codes:
+        """Tells what has come to pieces, by headers that were read: see ``_bytes.judge``. Without
+        ``verify`` the pieces may be any memory."""
+        codes = np.empty(len(pieces), np.uint8)
+        addresses, sizes = pieces.addresses, pieces.nbytes
+
+        def some(rows: slice) -> None:
+            _bytes.judge(found[rows], wanted[rows], addresses[rows], sizes, verify, codes[rows])
+
+        if verify:
+            self._share(some, pieces)
+        else:
+            some(slice(0, len(pieces)))
+        return codes
+
     def checksums(self, pieces: Pieces) -> U64:
         """xxh3-64 of objects."""
         found = np.empty(len(pieces), np.uint64)
-        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+        addresses, sizes = pieces.addresses, pieces.nbytes
         self._share(
             lambda rows: _bytes.checksums(addresses[rows], sizes, found[rows]),
             pieces,
@@ -101,7 +116,7 @@ def gather(pieces: Pieces, address: int) -> None:
     places = np.uint64(address) + np.arange(len(pieces), dtype=np.uint64) * nbytes
     _bytes.take(
         places,
-        np.ascontiguousarray(pieces.addresses),
+        pieces.addresses,
         pieces.nbytes,
         np.empty(len(pieces), np.uint64),
     )

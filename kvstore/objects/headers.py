@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import _bytes
 from kvstore.objects.changes import Keys, Records, fingerprint_of
 
 __all__ = ["HEADER", "HEADER_BYTES", "LIVE", "expected", "tell_apart"]
@@ -39,13 +40,18 @@ LIVE: Final = 1
 
 
 def expected(keys: Keys, signature: bytes, nbytes: int, generations: npt.ArrayLike) -> Records:
-    """The headers of live objects, apart from their checksums; shape (n,)."""
-    headers = np.zeros(len(keys), HEADER)
-    headers["magic"], headers["state"] = MAGIC, LIVE
-    headers["key"] = np.ascontiguousarray(keys).view("V16").reshape(-1)
-    headers["signature"] = np.void(signature)
-    headers["nbytes"], headers["generation"] = nbytes, generations
-    headers["fingerprint"] = fingerprint_of(signature, nbytes)
+    """The headers of live objects, with checksums of 0; shape (n,)."""
+    headers = np.empty(len(keys), HEADER)
+    _bytes.expect(
+        np.ascontiguousarray(keys),
+        signature,
+        nbytes,
+        fingerprint_of(signature, nbytes),
+        MAGIC,
+        LIVE,
+        np.ascontiguousarray(generations, "<u4"),
+        headers,
+    )
     return headers
 
 

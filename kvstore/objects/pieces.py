@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 import te
+from kvstore import _bytes
 
 __all__ = ["U64", "Pieces"]
 
@@ -27,7 +29,7 @@ class Pieces:
 
     def __post_init__(self) -> None:
         for name in ("addresses", "nbytes"):
-            object.__setattr__(self, name, np.asarray(getattr(self, name), np.uint64))
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.uint64))
         if self.addresses.ndim != 2 or self.nbytes.shape != self.addresses.shape[1:]:
             raise ValueError(
                 f"addresses of shape {self.addresses.shape} and nbytes of shape"
@@ -44,7 +46,7 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    @property
+    @cached_property
     def object_bytes(self) -> int:
         """The size of one object."""
         return int(self.nbytes.sum())
@@ -77,7 +79,14 @@ class Pieces:
         ``slots`` has shape (objects,): where each object's slot begins; the first of these pieces
         lies ``offset`` bytes behind that.
         """
-        far = slots[:, None] + (self.offsets + np.uint64(offset))[None, :]
-        near, sizes = self.addresses, np.broadcast_to(self.nbytes, self.addresses.shape)
-        src, dst = (near, far) if to_slots else (far, near)
-        return te.Blocks.of(src.reshape(-1), dst.reshape(-1), sizes.reshape(-1)).merged()
+        array = np.empty(self.addresses.size, te.BLOCK)
+        count = _bytes.lay(array, 0, slots, offset, self.addresses, self.nbytes, to_slots)
+        return te.Blocks(array[:count])
+
+    def blocks_and(self, slots: U64, others: Pieces, starts: U64) -> te.Blocks:
+        """The copies out of slots into these pieces, and behind them of what begins at ``starts``
+        into other pieces."""
+        array = np.empty(self.addresses.size + others.addresses.size, te.BLOCK)
+        count = _bytes.lay(array, 0, slots, 0, self.addresses, self.nbytes, False)
+        count = _bytes.lay(array, count, starts, 0, others.addresses, others.nbytes, False)
+        return te.Blocks(array[:count])

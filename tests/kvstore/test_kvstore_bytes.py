@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shlex
 import subprocess
 import sysconfig
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 
 import te
 from kvstore import _bytes
+from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.copying import SHARED_BYTES, Copier
-from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
+from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, MAGIC, expected
 from kvstore.objects.pieces import Pieces
 
 #: Around every border of the hash and of the copies.
@@ -92,10 +94,96 @@ def test_each_field_of_a_header_is_compared(field: str, code: int, verify: bool)
     raw[1, HEADER.fields[field][1]] ^= 1  # type: ignore[index]
     at = rows_of(raw, [HEADER_BYTES]).addresses.reshape(-1)
     places = rows_of(memory, [5000])
-    codes = Copier().bring(places.addresses.reshape(-1), at, wanted, rows_of(back, [5000]), verify)
+    copier = Copier()
+    codes = copier.bring(places.addresses.reshape(-1), at, wanted, rows_of(back, [5000]), verify)
     if field == "checksum" and not verify:
         code = _bytes.RIGHT
     assert codes.tolist() == [_bytes.RIGHT, code]
+    back[:] = memory
+    assert copier.judge(headers, wanted, rows_of(back, [5000]), verify).tolist() == codes.tolist()
+
+
+def test_what_has_another_header_is_not_read_to_be_judged() -> None:
+    """Nor is anything without checksums: it may be a GPU's memory."""
+    wanted = expected(np.zeros((2, 16), np.uint8), SIG, 5000, [1, 1])
+    nowhere = Pieces.whole([4096, 8192], 5000)
+    assert Copier().judge(wanted, wanted, nowhere, False).tolist() == [_bytes.RIGHT] * 2
+    other = expected(np.zeros((2, 16), np.uint8), SIG, 5000, [2, 2])
+    assert Copier().judge(other, wanted, nowhere, True).tolist() == [_bytes.MOVED] * 2
+
+
+def test_a_header_is_expected_as_it_is_written() -> None:
+    keys = random_bytes(3, 16)
+    made = expected(keys, b"s" * 16, 77, [5, 6, 1 << 31])
+    for one, key, generation in zip(made, keys, (5, 6, 1 << 31), strict=True):
+        assert one.item() == (
+            MAGIC,
+            LIVE,
+            key.tobytes(),
+            b"s" * 16,
+            77,
+            generation,
+            fingerprint_of(b"s" * 16, 77),
+            0,
+        )
+    with pytest.raises(ValueError, match="a signature of 3 bytes, and 16 are needed"):
+        expected(keys, b"sss", 77, [5, 6, 7])
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6, unique=True),
+    st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_copies_between_slots_and_pieces(
+    places: list[int], sizes: list[int], offset: int, to_slots: bool
+) -> None:
+    """Byte by byte they are what the shapes say, and no two of them could be one."""
+    step = sum(sizes)
+    slots = np.array(places, np.uint64) * np.uint64(step) + np.uint64(10_000)
+    near = np.arange(len(places), dtype=np.uint64) * np.uint64(step) + np.uint64(500)
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    pieces = Pieces(near[:, None] + 2 * starts, np.array(sizes))
+    blocks = pieces.blocks(slots, offset, to_slots=to_slots)
+    wanted = [
+        (int(slot) + offset + int(start) + i, int(row[k]) + i)
+        for slot, row in zip(slots, pieces.addresses, strict=True)
+        for k, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for i in range(size)
+    ]
+    far, here = ("dst", "src") if to_slots else ("src", "dst")
+    array = blocks.array
+    made = [
+        (int(one[far]) + i, int(one[here]) + i) for one in array for i in range(int(one["nbytes"]))
+    ]
+    assert made == wanted
+    for one, after in itertools.pairwise(array):
+        assert any(one[side] + one["nbytes"] != after[side] for side in ("src", "dst"))
+
+
+def test_copies_need_room() -> None:
+    pieces, slots = Pieces.whole([1, 2], 1), np.zeros(2, np.uint64)
+    with pytest.raises(ValueError, match="2 blocks do not fit 2, of which 1 are made"):
+        _bytes.lay(np.empty(2, te.BLOCK), 1, slots, 0, pieces.addresses, pieces.nbytes, True)
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=0, max_size=6),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=5),
+)
+def test_pieces_lie_in_ranges_or_not(steps: list[int], pieces: list[tuple[int, int]]) -> None:
+    edges = np.cumsum(steps[: len(steps) // 2 * 2]).astype(np.uint64)
+    starts, ends = np.ascontiguousarray(edges[::2]), np.ascontiguousarray(edges[1::2])
+    for address, nbytes in pieces:
+        one = Pieces.whole([address], nbytes)
+        fits = any(
+            start <= address and address + nbytes <= end
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        )
+        assert _bytes.covers(starts, ends, one.addresses, one.nbytes) == fits
+    far = Pieces.whole([(1 << 64) - 5], 10)  # Its end would wrap.
+    assert not _bytes.covers(starts, ends, far.addresses, far.nbytes)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from store_makers import SIG, TIMEOUT_S, Room, config, engine, until
 
 import te
 from kvstore import _bytes
-from kvstore.client import reading
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES
@@ -133,17 +133,24 @@ def test_without_the_generation_they_do(
         )
         return equal
 
-    def blindly(self: Copier, slots: U64, headers: U64, wanted: np.ndarray, *more: Any) -> Any:
-        codes = bring(self, slots, headers, wanted, *more)
+    def blindly(codes: np.ndarray, found: Callable[[int], np.ndarray], wanted: np.ndarray) -> Any:
         for i in np.flatnonzero(codes == _bytes.MOVED).tolist():
-            found = np.frombuffer(ctypes.string_at(int(headers[i]), HEADER_BYTES), HEADER)
-            if blind(found, wanted[i : i + 1])[0]:
+            if blind(found(i), wanted[i : i + 1])[0]:
                 codes[i] = _bytes.RIGHT
         return codes
 
-    bring = Copier.bring
-    monkeypatch.setattr(reading, "tell_apart", blind)
-    monkeypatch.setattr(Copier, "bring", blindly)
+    def blind_bring(self: Copier, slots: U64, headers: U64, wanted: np.ndarray, *more: Any) -> Any:
+        def found(i: int) -> np.ndarray:
+            return np.frombuffer(ctypes.string_at(int(headers[i]), HEADER_BYTES), HEADER)
+
+        return blindly(bring(self, slots, headers, wanted, *more), found, wanted)
+
+    def blind_judge(self: Copier, read: np.ndarray, wanted: np.ndarray, *more: Any) -> Any:
+        return blindly(judge(self, read, wanted, *more), lambda i: read[i : i + 1], wanted)
+
+    bring, judge = Copier.bring, Copier.judge
+    monkeypatch.setattr(Copier, "bring", blind_bring)
+    monkeypatch.setattr(Copier, "judge", blind_judge)
     for seed in range(20):
         if race(directory, 10_000, seed, verify=False, transports=transports)[1]:
             return

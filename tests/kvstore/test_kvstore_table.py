@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore._table import Table, digests_of_hex
+from kvstore._table import Table, digests_of_hex, sole_owner
 from kvstore.objects.changes import (
     ADDED,
     CHANGE,
+    LOWER_TIER,
     OWNERS_MAX,
     PLACE,
     REMOVED,
@@ -210,3 +211,21 @@ def test_what_is_no_digest_is_refused() -> None:
 def test_forms_depend_on_signature_and_size() -> None:
     fingerprints = {fingerprint_of(bytes([i]) * 16, n) for i in range(10) for n in (1, 2, 1 << 33)}
     assert len(fingerprints) == 30
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([3, LOWER_TIER]),
+            st.integers(0, 2),
+            st.sampled_from([Found.MISSING, Found.HERE, Found.OTHER, Found.SILENT]),
+        ),
+        max_size=4,
+    )
+)
+def test_one_owner_has_all_of_them_in_memory_or_not(found: list[tuple[int, int, int]]) -> None:
+    places = np.array([(slot, 1, owner, one, 1, 0) for slot, owner, one in found], PLACE)
+    owners = {owner for slot, owner, one in found if slot != LOWER_TIER and one == Found.HERE}
+    all_in_memory = all(slot != LOWER_TIER and one == Found.HERE for slot, _, one in found)
+    sole = owners.pop() if all_in_memory and len(owners) == 1 else -1
+    assert sole_owner(places) == sole
