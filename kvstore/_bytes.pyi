@@ -75,6 +75,45 @@ def expect(
     """Writes headers, dtype ``headers.HEADER``, shape (n,), with checksums of 0. ``keys`` has shape
     (n, 16), ``generations`` shape (n,). Holds the interpreter's lock, as do those below."""
 
+def fill(
+    headers: npt.NDArray[Any],
+    slots: U64,
+    keys: bytes | npt.NDArray[np.uint8],
+    signature: bytes,
+    nbytes: int,
+    fingerprint: int,
+    magic: int,
+    state: int,
+    checksums: U64,
+    changes: npt.NDArray[np.void],
+) -> None:
+    """Writes the headers of some slots, each with its next generation, and its state last. Also
+    that they were added: ``changes``, dtype ``changes.CHANGE``, shape (n,).
+
+    Args:
+        headers: of all slots, dtype ``headers.HEADER``.
+        slots: numbers of those that are written, shape (n,); ``ValueError`` for one that is none.
+        keys: one for each, of 16 bytes.
+        checksums: shape (n,).
+    """
+
+def additions(
+    keys: npt.NDArray[np.uint8],
+    fingerprint: int,
+    slots: bytes,
+    generations: bytes,
+    lower_tier: int,
+    changes: npt.NDArray[np.void],
+) -> int:
+    """Writes additions, dtype ``changes.CHANGE``, of the objects that are there: those with a
+    generation other than 0, and those of the slot ``lower_tier``. Returns how many they are.
+
+    Args:
+        keys: shape (n, 16).
+        slots, generations: as u32, n of each.
+        changes: room for n.
+    """
+
 def lay(
     blocks: npt.NDArray[np.void],
     first: int,

@@ -30,8 +30,10 @@ cdef extern from "core/xxh3.h" nogil:
 cdef extern from *:
     """
     static inline void after_reads(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+    static inline void after_writes(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
     """
     void after_reads() noexcept nogil
+    void after_writes() noexcept nogil
 
 cdef extern from *:
     """
@@ -53,6 +55,7 @@ cdef enum:
     HEADER = 64       # kvstore.objects.headers.HEADER_BYTES
     CHECKSUM_AT = 56  # of it: the last field
     CACHES = 8 << 20  # bytes: what is more in one call would only push other things out
+    ADDED = 1         # kvstore.objects.changes.ADDED
     IS_RIGHT = 0      # codes of `bring`
     IS_MOVED = 1
     IS_CORRUPTED = 2
@@ -86,6 +89,10 @@ cdef struct Header:  # kvstore.objects.headers.HEADER
     u64 nbytes
     u32 generation, fingerprint
     u64 checksum
+
+cdef struct Change:  # kvstore.objects.changes.CHANGE
+    u8 key[KEY]
+    u32 fingerprint, slot, generation, op
 
 cdef struct Block:  # te.blocks.BLOCK
     u64 src, dst, nbytes
@@ -284,6 +291,58 @@ def expect(
         memcpy(header[i].signature, <const u8 *>signature, SIGNATURE)
         header[i].nbytes, header[i].generation = nbytes, generation[i]
         header[i].fingerprint, header[i].checksum = fingerprint, 0
+
+
+def fill(
+    object headers, object slots, object keys, bytes signature, u64 nbytes, u32 fingerprint,
+    u32 magic, u32 state, object checksums, object changes,
+):
+    cdef Py_ssize_t i, n = len(slots), count = len(headers)
+    cdef View at = View(slots, 8 * n), names = View(keys, KEY * n), sums = View(checksums, 8 * n)
+    cdef View to = View(headers, HEADER * count, True)
+    cdef View told = View(changes, sizeof(Change) * n, True)
+    cdef Header *h
+    cdef Change *change = <Change *>told.of.buf
+    cdef const u8 *key = <u8 *>names.of.buf
+    if len(signature) != SIGNATURE:
+        raise ValueError(f"a signature of {len(signature)} bytes, and {SIGNATURE} are needed")
+    for i in range(n):
+        if at.words()[i] >= <u64>count:
+            raise ValueError(f"slot {at.words()[i]} of {count}")
+    for i in range(n):
+        h = &(<Header *>to.of.buf)[at.words()[i]]
+        h.state = 0
+        after_writes()
+        h.magic, h.nbytes, h.fingerprint = magic, nbytes, fingerprint
+        memcpy(h.key, key + i * KEY, KEY)
+        memcpy(h.signature, <const u8 *>signature, SIGNATURE)
+        h.generation += 1
+        h.checksum = sums.words()[i]
+        after_writes()
+        h.state = state  # Last: from here on readers believe the rest.
+        memcpy(change[i].key, key + i * KEY, KEY)
+        change[i].fingerprint, change[i].slot = fingerprint, <u32>at.words()[i]
+        change[i].generation, change[i].op = h.generation, ADDED
+
+
+def additions(
+    object keys, u32 fingerprint, object slots, object generations, u32 lower_tier, object changes,
+):
+    cdef Py_ssize_t i, n = len(changes), made = 0
+    cdef View names = View(keys, KEY * n), at = View(slots, 4 * n)
+    cdef View numbers = View(generations, 4 * n), to = View(changes, sizeof(Change) * n, True)
+    cdef const u8 *key = <u8 *>names.of.buf
+    cdef const u32 *slot = <u32 *>at.of.buf
+    cdef const u32 *generation = <u32 *>numbers.of.buf
+    cdef Change *change = <Change *>to.of.buf
+    for i in range(n):
+        if generation[i] == 0 and slot[i] != lower_tier:
+            continue
+        memcpy(change[made].key, key + i * KEY, KEY)
+        change[made].fingerprint, change[made].slot = fingerprint, slot[i]
+        change[made].generation, change[made].op = generation[i], ADDED
+        made += 1
+    return made
 
 
 def lay(object blocks, Py_ssize_t first, object slots, u64 offset, object addresses, object sizes,

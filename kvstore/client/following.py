@@ -18,8 +18,9 @@ import numpy as np
 import zmq
 
 from bootstrap_server.running import RunningClock
+from kvstore import _bytes
 from kvstore._table import Table
-from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, OWNERS_MAX, Keys, fingerprint_of
+from kvstore.objects.changes import CHANGE, LOWER_TIER, OWNERS_MAX, Keys, fingerprint_of
 from kvstore.owner.owner import OwnerCard
 from kvstore.protocol.asking import Asker, NoAnswer
 from kvstore.protocol.loop import Loop
@@ -99,18 +100,19 @@ class Followed:
     def learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
         """Takes over where objects lie, before the announcement of that comes: who has stored
         something finds it. From any thread. ``ValueError`` for what says it not of each."""
-        changes = np.zeros(len(keys), CHANGE)
-        changes["key"] = np.ascontiguousarray(keys).view("V16").reshape(-1)
-        changes["fingerprint"], changes["op"] = fingerprint_of(signature, nbytes), ADDED
-        for field, said in (("slot", placed.slots), ("generation", placed.generations)):
-            if len(said) != 4 * len(keys):
-                raise ValueError(f"{len(said)} bytes do not say where {len(keys)} objects lie")
-            changes[field] = np.frombuffer(said, "<u4")
-        is_there = (changes["generation"] != 0) | (changes["slot"] == LOWER_TIER)
+        slots, generations = placed.slots, placed.generations
+        if not len(slots) == len(generations) == 4 * len(keys):
+            given = f"{len(slots)} and {len(generations)} bytes"
+            raise ValueError(f"{given} do not say where {len(keys)} objects lie")
+        changes = np.empty(len(keys), CHANGE)
+        fingerprint = fingerprint_of(signature, nbytes)
+        count = _bytes.additions(
+            np.ascontiguousarray(keys), fingerprint, slots, generations, LOWER_TIER, changes
+        )
         with self._lock:
             # What is announced later may have removed them already.
             if placed.number > self._changes and not self._is_forgotten:
-                self._following.table.apply(self.number, changes[is_there])
+                self._following.table.apply(self.number, changes[:count])
 
     def forget(self) -> None:
         """Its number may be another's from now on."""

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import _bytes
 from kvstore.memory.policies import Keeping, Policy
 from kvstore.memory.slab import Slab, class_of, class_of_left
 from kvstore.objects.changes import (
@@ -33,7 +34,7 @@ from kvstore.objects.changes import (
     fingerprint_of,
     keys_of_digests,
 )
-from kvstore.objects.headers import LIVE, MAGIC, expected
+from kvstore.objects.headers import LIVE, MAGIC
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger, lower_tier_changes
 
@@ -380,20 +381,21 @@ class ObjectTable:
         checksums: npt.ArrayLike,
     ) -> Sequence[int]:
         """Objects whose bytes are in their slots can be read; returns their generations."""
-        at = np.array(slots, np.intp)
-        generations = (self._headers["generation"][at] + 1).astype("<u4")
-        fresh = expected(keys_of_digests(keys), signature, nbytes, generations)
-        fresh["checksum"], fresh["state"] = checksums, 0
-        self._headers[at] = fresh
-        self._headers["state"][at] = LIVE  # Last: from here on readers believe the rest.
         fingerprint = fingerprint_of(signature, nbytes)
+        changes = np.empty(len(slots), CHANGE)
+        sums = np.asarray(checksums, np.uint64)
+        at = np.array(slots, np.uint64)
+        whole = b"".join(keys)
+        _bytes.fill(
+            self._headers, at, whole, signature, nbytes, fingerprint, MAGIC, LIVE, sums, changes
+        )
         units = self.slab.class_at(slots[0])  # All were taken for one claim or promotion.
-        numbers: list[int] = generations.tolist()
+        numbers: list[int] = changes["generation"].tolist()
         names = [key + signature for key in keys]
         for name, slot, generation in zip(names, slots, numbers, strict=True):
             self._objects[name] = _Object(slot, units, generation, fingerprint)
         self._policy(units).add_all(names)
-        self._log.append(_changes(keys, fingerprint, at, generations, ADDED))
+        self._log.append(changes)
         return numbers
 
     # -- what others are told

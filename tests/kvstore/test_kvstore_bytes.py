@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import te
 from kvstore import _bytes
-from kvstore.objects.changes import fingerprint_of
+from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, fingerprint_of
 from kvstore.objects.copying import SHARED_BYTES, Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, MAGIC, expected
 from kvstore.objects.pieces import Pieces
@@ -128,6 +128,46 @@ def test_a_header_is_expected_as_it_is_written() -> None:
         )
     with pytest.raises(ValueError, match="a signature of 3 bytes, and 16 are needed"):
         expected(keys, b"sss", 77, [5, 6, 7])
+
+
+def test_headers_are_filled_as_they_are_expected() -> None:
+    keys, sums = random_bytes(2, 16), np.array([7, 1 << 63], np.uint64)
+    headers, changes = np.zeros(4, HEADER), np.empty(2, CHANGE)
+    headers["generation"] = [3, 4, 5, (1 << 32) - 1]
+    before = headers.copy()
+
+    def fill(signature: bytes = SIG, slots: tuple[int, int] = (3, 1)) -> None:
+        at, fingerprint = np.array(slots, np.uint64), fingerprint_of(SIG, 77)
+        raw = keys.tobytes()
+        _bytes.fill(headers, at, raw, signature, 77, fingerprint, MAGIC, LIVE, sums, changes)
+
+    for bad, why in (((3, 4), "slot 4 of 4"), ((1 << 63, 0), f"slot {1 << 63} of 4")):
+        with pytest.raises(ValueError, match=why):
+            fill(slots=bad)
+    with pytest.raises(ValueError, match="a signature of 2 bytes, and 16 are needed"):
+        fill(b"ab")
+    assert (headers == before).all(), "nothing is written then"
+    fill()
+    wanted = expected(keys, SIG, 77, [0, 5])
+    wanted["checksum"] = sums
+    assert (headers[[3, 1]] == wanted).all()
+    assert (headers[[0, 2]] == before[[0, 2]]).all()
+    for change, key, slot, generation in zip(changes, keys, (3, 1), (0, 5), strict=True):
+        told = (key.tobytes(), fingerprint_of(SIG, 77), slot, generation, ADDED)
+        assert change.item() == told
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 7, LOWER_TIER]), st.integers(0, 2)), max_size=6))
+def test_additions_are_of_what_is_there(places: list[tuple[int, int]]) -> None:
+    keys, changes = random_bytes(len(places), 16), np.empty(len(places), CHANGE)
+    both = np.array(places, "<u4").reshape(-1, 2)
+    slots, generations = both[:, 0].tobytes(), both[:, 1].tobytes()
+    count = _bytes.additions(keys, 9, slots, generations, LOWER_TIER, changes)
+    assert [one.item() for one in changes[:count]] == [
+        (key.tobytes(), 9, slot, generation, ADDED)
+        for key, (slot, generation) in zip(keys, places, strict=True)
+        if generation or slot == LOWER_TIER
+    ]
 
 
 @given(
