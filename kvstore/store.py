@@ -95,7 +95,7 @@ class Store:
                 self._config.verify,
             )
             self._managing = Managing(self._owners)
-            self._putting = Puts(self._owners, self._memory, self._config.copies)
+            self._putting = Puts(self._owners, self._memory, self._config.copies, copier)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
 

@@ -20,6 +20,7 @@ import zmq
 from bootstrap_server.running import RunningClock
 from kvstore import _bytes
 from kvstore._table import Table
+from kvstore.client.aheads import Aheads
 from kvstore.objects.changes import CHANGE, LOWER_TIER, OWNERS_MAX, Keys, fingerprint_of
 from kvstore.owner.owner import OwnerCard
 from kvstore.protocol.asking import Asker, NoAnswer
@@ -63,7 +64,8 @@ ASKED_MAX: Final = 1024
 
 
 class Followed:
-    """One owner, as this process knows it. For the loop's thread, except ``card`` and ``asker``."""
+    """One owner, as this process knows it. For the loop's thread, except ``card``, ``asker`` and
+    ``aheads``."""
 
     def __init__(self, following: Following, name: str, where: Where) -> None:
         self.name: Final = name
@@ -72,6 +74,7 @@ class Followed:
         #: Replaced as a whole. None before the owner's first answer.
         self.card: OwnerCard | None = None
         self.asker: Final = Asker(following.sockets, where, name)
+        self.aheads: Final = Aheads()
         self._following = following
         self.where: Final = where
         self._socket: zmq.Socket[bytes] | None = None
@@ -259,6 +262,7 @@ class Followed:
             self._follow(Follow(self._changes), self._on_changes)
             return
         self._is_whole = False
+        self.aheads.drop()
         with self._lock:
             self._following.table.drop(self.number)
             self._changes, self._part = answer.number, 0

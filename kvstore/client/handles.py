@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
 from kvstore.objects.outcomes import Pinned
-from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import Grant, Owner
+from kvstore.objects.pieces import U64, Pieces
+from kvstore.owner.owner import AHEAD_BYTES_MAX, Grant, Owner
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.messages import (
@@ -63,6 +63,15 @@ Result = TypeVar("Result")
 Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, Published, InMemory, SizesOf)
 
 
+class _Claimed(NamedTuple):
+    """What a claim is for."""
+
+    keys: Keys
+    signature: bytes
+    nbytes: int
+    is_ahead: bool = False
+
+
 class Handle(Protocol):
     """What storing needs of an owner. Each call raises ``NoAnswer`` if the owner does not answer in
     time, or refuses."""
@@ -83,8 +92,16 @@ class Handle(Protocol):
         """Has objects stored that the processor can read here: see ``Owner.take``. None if they
         have to be claimed and written now."""
 
-    def publish(self, claim_id: int, timeout_s: float) -> str:
-        """See ``Owner.publish``."""
+    def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> Grant | None:
+        """A claim that was made for objects of this size before, if there is one of so many slots;
+        what is written to its first ones are these objects. Without any message."""
+
+    def publish(
+        self, grant: Grant, checksums: U64 | None, timeout_s: float
+    ) -> tuple[str, Sequence[Verdict]]:
+        """See ``Owner.publish``: why nothing is stored, and what became of each object that the
+        claim was asked for. ``checksums``: xxh3-64 of the granted ones; None: the owner computes
+        them."""
 
     def abandon(self, claim_id: int) -> None:
         """Ends a claim. It raises nothing."""
@@ -140,9 +157,17 @@ class LocalHandle:
         self._owner.tell()
         return verdicts
 
-    def publish(self, claim_id: int, timeout_s: float) -> str:
+    def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> None:
+        """See ``Handle``. A claim costs no message here."""
+
+    def publish(
+        self,
+        grant: Grant,
+        checksums: U64 | None,  # noqa: ARG002
+        timeout_s: float,
+    ) -> tuple[str, Sequence[Verdict]]:
         """See ``Handle``. It waits for the fence."""
-        return self._owner.publish(claim_id, timeout_s)
+        return self._owner.publish(grant.claim_id, timeout_s), grant.verdicts
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``."""
@@ -194,8 +219,8 @@ class RemoteHandle:
         self._owner = owner
         self._engine = engine
         self._timeout_s = timeout_s
-        #: By claim: what it was granted for.
-        self._granted: dict[int, tuple[Keys, bytes, int]] = {}
+        #: By claim: what it is for.
+        self._claimed: dict[int, _Claimed] = {}
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
         """See ``Handle``."""
@@ -210,8 +235,21 @@ class RemoteHandle:
             if count and not 0 < granted.tag < 1 << 64:
                 raise ValueError(f"{granted.tag} is no tag")
         rows = [row for row, one in enumerate(verdicts) if one is Verdict.GRANTED]
-        self._granted[granted.claim_id] = keys[rows], signature, nbytes
+        self._claimed[granted.claim_id] = _Claimed(keys[rows], signature, nbytes)
         return Grant(granted.claim_id, granted.tag, verdicts, slots)
+
+    def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> Grant | None:
+        """See ``Handle``. One of another shape is given up."""
+        ahead = self._owner.aheads.take()
+        if ahead is None:
+            return None
+        if ahead.nbytes != nbytes or len(ahead.grant.slots) < len(keys):
+            self.abandon(ahead.grant.claim_id)
+            return None
+        grant = ahead.grant
+        self._claimed[grant.claim_id] = _Claimed(keys, signature, nbytes, is_ahead=True)
+        verdicts = [Verdict.GRANTED] * len(keys)
+        return Grant(grant.claim_id, grant.tag, verdicts, grant.slots[: len(keys)])
 
     @property
     def take_bytes_max(self) -> int:
@@ -246,13 +284,31 @@ class RemoteHandle:
             self._owner.learn(keys, signature, nbytes, taken.placed)
         return verdicts
 
-    def publish(self, claim_id: int, timeout_s: float) -> str:
+    def publish(
+        self, grant: Grant, checksums: U64 | None, timeout_s: float
+    ) -> tuple[str, Sequence[Verdict]]:
         """See ``Handle``."""
-        published = self._ask(Publish(claim_id), Published, timeout_s)
-        if published.placed is not None:
-            with self._sense("what it has published"):
-                self._owner.learn(*self._granted.pop(claim_id), published.placed)
-        return published.why_not
+        claimed = self._claimed.pop(grant.claim_id)
+        keys, signature, nbytes, is_ahead = claimed
+        question = Publish(
+            grant.claim_id,
+            b"" if checksums is None else checksums.astype("<u8").tobytes(),
+            len(keys) if len(keys) * nbytes <= AHEAD_BYTES_MAX else 0,
+            keys.tobytes() if is_ahead else b"",
+            signature,
+        )
+        begun_s = time.monotonic()
+        published = self._ask(question, Published, timeout_s)
+        verdicts = grant.verdicts
+        with self._sense("what it has published"):
+            if is_ahead and not published.why_not:
+                verdicts = _of_each(keys, published.verdicts, Verdict)
+                keys = keys[[one is Verdict.GRANTED for one in verdicts]]
+            if published.placed is not None:
+                self._owner.learn(keys, signature, nbytes, published.placed)
+            if published.ahead is not None:
+                self._owner.aheads.keep(published.ahead, nbytes, begun_s)
+        return published.why_not, verdicts
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the

@@ -15,6 +15,7 @@ from kvstore.client.owners import OWN, Owners
 from kvstore.client.placement import choose
 from kvstore.client.writing import put_at_once, put_group
 from kvstore.objects.changes import Keys, fingerprint_of
+from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
@@ -25,8 +26,9 @@ __all__ = ["Puts"]
 class Puts:
     """The puts of one process. Thread-safe."""
 
-    def __init__(self, owners: Owners, memory: Memory, copies: int) -> None:
+    def __init__(self, owners: Owners, memory: Memory, copies: int, copier: Copier) -> None:
         """``copies``: ``Config.copies``."""
+        self._copier = copier
         self._owners = owners
         self._memory = memory
         self._copies = copies
@@ -94,9 +96,10 @@ class Puts:
         if deadline.is_over:
             return [Put.TIMED_OUT] * len(keys)
         nbytes = len(keys) * source.object_bytes
-        outcomes = None
-        if nbytes <= handle.take_bytes_max and self._memory.is_readable(source):
+        outcomes, is_readable = None, self._memory.is_readable(source)
+        if nbytes <= handle.take_bytes_max and is_readable:
             outcomes = put_at_once(handle, keys, signature, source, deadline)
         if outcomes is None:
-            return put_group(handle, keys, signature, source, deadline)
+            copier = self._copier if is_readable else None
+            return put_group(handle, keys, signature, source, deadline, copier)
         return outcomes

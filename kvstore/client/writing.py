@@ -13,6 +13,7 @@ import te
 from kvstore.client.deadline import Deadline
 from kvstore.client.handles import Handle
 from kvstore.objects.changes import Keys
+from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import Grant
@@ -32,23 +33,42 @@ _OUTCOMES = {
 
 
 def put_group(
-    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
+    handle: Handle,
+    keys: Keys,
+    signature: bytes,
+    source: Pieces,
+    deadline: Deadline,
+    copier: Copier | None,
 ) -> Sequence[Put]:
-    """One outcome for each key. ``te.BoundsError`` if a source is not registered."""
+    """One outcome for each key. ``copier``: computes checksums; None for a source that the
+    processor cannot read. ``te.BoundsError`` if a source is not registered."""
+    grant = handle.claimed_ahead(keys, signature, source.object_bytes)
+    if grant is not None:
+        outcomes = _put_granted(handle, grant, source, deadline, copier)
+        if Put.FAILED not in outcomes:
+            return outcomes
     try:
         grant = handle.claim(keys, signature, source.object_bytes, deadline.left_s)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.UNREACHABLE] * len(keys)
+    return _put_granted(handle, grant, source, deadline, copier)
+
+
+def _put_granted(
+    handle: Handle, grant: Grant, source: Pieces, deadline: Deadline, copier: Copier | None
+) -> Sequence[Put]:
     granted = [i for i, one in enumerate(grant.verdicts) if one is Verdict.GRANTED]
-    outcome = Put.STORED
+    if len(granted) < len(source):
+        source = source.of(granted)
+    outcome, verdicts = Put.STORED, grant.verdicts
     if granted:
         try:
-            outcome = _write(handle, grant, source.of(granted), deadline)
+            outcome, verdicts = _write(handle, grant, source, deadline, copier)
         except te.BoundsError:
             handle.abandon(grant.claim_id)
             raise
-    return [_OUTCOMES.get(one, outcome) for one in grant.verdicts]
+    return [_OUTCOMES.get(one, outcome) for one in verdicts]
 
 
 def put_at_once(
@@ -68,26 +88,30 @@ def put_at_once(
     return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
 
 
-def _write(handle: Handle, grant: Grant, source: Pieces, deadline: Deadline) -> Put:
+def _write(
+    handle: Handle, grant: Grant, source: Pieces, deadline: Deadline, copier: Copier | None
+) -> tuple[Put, Sequence[Verdict]]:
     slots = handle.source.slots(np.array(grant.slots, np.uint64))
     outcome, why = Put.FAILED, ""
     try:
         transfer = handle.source.peer.write(source.blocks(slots, 0, to_slots=True), grant.tag)
         try:
+            # Meanwhile: the owner would have to read all of it once more.
+            checksums = None if copier is None else copier.checksums(source)
             transfer.wait(deadline.left_s)
-        except te.WaitTimeout:
+        except BaseException:
             transfer.cancel()
             raise
         # Its end may mean that the source was used again: but not before this, if it comes later.
         if deadline.is_over:
             raise te.WaitTimeout("the deadline was over before the objects were published")
-        why = handle.publish(grant.claim_id, deadline.left_s)
+        why, verdicts = handle.publish(grant, checksums, deadline.left_s)
         if not why:
-            return Put.STORED
+            return Put.STORED, verdicts
     except (te.WaitTimeout, NoAnswer) as exc:
         outcome, why = Put.TIMED_OUT, str(exc)
     except (te.TransferFailed, te.QueueFull) as exc:
         why = str(exc)
     logger.warning("%d objects were not stored: %s", len(source), why)
     handle.abandon(grant.claim_id)
-    return outcome
+    return outcome, grant.verdicts

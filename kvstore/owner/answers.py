@@ -10,10 +10,11 @@ import numpy as np
 import te
 from kvstore.objects.changes import KEY_BYTES, Keys
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import CLAIM_IS_OVER, Held, Owner
+from kvstore.owner.owner import CLAIM_IS_OVER, Content, Held, Owner
 from kvstore.protocol.messages import (
     VERSION,
     Abandon,
+    Ahead,
     Answer,
     Changes,
     Claim,
@@ -89,7 +90,7 @@ def _answer(owner: Owner, question: Question) -> Answer:
             if begun is None:
                 return Published(CLAIM_IS_OVER)
             begun.wait()
-            return published(owner, begun)
+            return published(owner, begun, question)
         case Abandon(claim_id):
             owner.abandon(claim_id)
         case Clear(signature):
@@ -122,13 +123,26 @@ def stored(owner: Owner, keys: bytes, signature: bytes, nbytes: int, address: in
     return Stored([one.value for one in verdicts], _placed(owner, names, signature, nbytes))
 
 
-def published(owner: Owner, held: Held) -> Published:
+def published(owner: Owner, held: Held, question: Publish) -> Published:
     """See ``Owner.end_publishing``."""
-    claim, why_not = held.claim, owner.end_publishing(held)
+    whole = len(question.checksums) // 8 * 8
+    checksums = np.frombuffer(question.checksums[:whole], "<u8")
+    named = Content(checksums, keys_of(question.keys), question.signature)
+    why_not, claim = owner.end_publishing(held, named)
     if why_not:
         return Published(why_not)
     keys = keys_of(b"".join(claim.keys))
-    return Published("", _placed(owner, keys, claim.signature, claim.nbytes))
+    placed = _placed(owner, keys, claim.signature, claim.nbytes)
+    verdicts = [] if held.claim.keys else [one.value for one in claim.verdicts]
+    return Published("", placed, verdicts, _ahead(owner, held, question.ahead))
+
+
+def _ahead(owner: Owner, held: Held, count: int) -> Ahead | None:
+    grant = owner.claim_ahead(held, count)
+    if grant is None:
+        return None
+    slots = np.array(grant.slots, "<u4").tobytes()
+    return Ahead(grant.claim_id, grant.tag, slots, int(owner.claim_timeout_s * 1000))
 
 
 def _placed(owner: Owner, keys: Keys, signature: bytes, nbytes: int) -> Placed:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,13 +44,26 @@ from kvstore.tiers.base import Found, Tier, Usage
 from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.tombstones import Tombstones
 
-__all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
+__all__ = [
+    "AHEAD_BYTES_MAX",
+    "CLAIM_IS_OVER",
+    "CLAIM_OBJECTS_MAX",
+    "Content",
+    "Grant",
+    "Held",
+    "Owner",
+    "OwnerCard",
+]
 
 logger = logging.getLogger(__name__)
 
 Told = TypeVar("Told")
 
 CLAIM_OBJECTS_MAX: Final = 4096
+AHEAD_BYTES_MAX: Final = 8 << 20
+"""Of a claim ahead. To ask for larger ones takes little of the time that they are written in."""
+AHEAD_PART: Final = 1 / 32
+"""This part of the memory is claimed ahead at most."""
 CHANGES_KEPT: Final = 1 << 16
 CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was ended before"
 FENCE_TIMEOUT_S: Final = 5.0
@@ -95,11 +108,33 @@ class Grant:
     slots: Sequence[int]
 
 
+class _Opened(NamedTuple):
+    """Of a claim."""
+
+    tag: int
+    writer: te.Identity
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a client says of the objects that it has written under a claim."""
+
+    #: One for each; empty: the owner computes them.
+    checksums: U64
+    #: Of a claim ahead; else empty.
+    keys: Keys
+    signature: bytes
+
+
+NO_CONTENT: Final = Content(np.zeros(0, np.uint64), np.zeros((0, 16), np.uint8), bytes(16))
+
+
 @dataclass
 class Held:
     """A claim that was ended, and whose slots are kept until nothing can land there any more."""
 
     claim: Claim
+    writer: te.Identity
     #: None: its tag was closed before.
     fence: te.Fence | None
     #: What had arrived by then: writes and their bytes.
@@ -222,7 +257,9 @@ class Owner:
                 undo.callback(self._tiering.close, 0.0)
             self._region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
-        self._tags: dict[int, int] = {}
+        self._tags: dict[int, _Opened] = {}
+        #: Bytes of the claim ahead that a client has.
+        self._ahead: dict[te.Identity, int] = {}
         self._unfenced: list[Held] = []
         self.card: Final = OwnerCard(
             engine.card(),
@@ -283,6 +320,11 @@ class Owner:
         if self._file is not None:
             self._file.close()
 
+    @property
+    def claim_timeout_s(self) -> float:
+        """``Config.claim_timeout_s``."""
+        return self._config.claim_timeout_s
+
     # -- putting
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, writer: te.Identity) -> Grant:
@@ -299,11 +341,33 @@ class Owner:
             claim = self._table.claim(keys, signature, nbytes, deadline_s)
             if not claim.slots:
                 return Grant(0, 0, claim.verdicts, ())
-            tag = te.new_tag()
-            self._tags[claim.id] = tag
-            addresses = self._addresses(claim)
-            ranges = np.stack([addresses, np.full(len(addresses), nbytes, np.uint64)], axis=1)
-            self._engine.expect(tag, writer, ranges)
+            return self._open(claim, writer)
+
+    def claim_ahead(self, held: Held, count: int) -> Grant | None:
+        """Slots for so many more objects of a size that a client has just stored; it names them
+        when they are published (``Content``). They are its own for as long as those of a claim.
+        None if it has some already, if they are too many bytes, or memory is scarce."""
+        nbytes, writer = held.claim.nbytes, held.writer
+        deadline_s = self._clock() + self._config.claim_timeout_s
+        with self._lock:
+            used = sum(self._ahead.values())
+            if not count or count * nbytes > AHEAD_BYTES_MAX or writer in self._ahead:
+                return None
+            if used + count * nbytes > self._config.memory * AHEAD_PART:
+                return None
+            claim = self._table.claim_ahead(count, nbytes, deadline_s)
+            if claim is None:
+                return None
+            self._ahead[writer] = count * nbytes
+            return self._open(claim, writer)
+
+    def _open(self, claim: Claim, writer: te.Identity) -> Grant:
+        """With the lock."""
+        tag = te.new_tag()
+        self._tags[claim.id] = _Opened(tag, writer)
+        addresses = self._addresses(claim)
+        ranges = np.stack([addresses, np.full(len(addresses), claim.nbytes, np.uint64)], axis=1)
+        self._engine.expect(tag, writer, ranges)
         return Grant(claim.id, tag, claim.verdicts, claim.slots)
 
     def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
@@ -334,7 +398,7 @@ class Owner:
         if held is None:
             return CLAIM_IS_OVER
         held.wait(timeout_s)
-        return self.end_publishing(held)
+        return self.end_publishing(held)[0]
 
     def begin_publishing(self, claim_id: int) -> Held | None:
         """``publish`` for who does not wait: closes the claim's tag. To be followed by
@@ -342,20 +406,33 @@ class Owner:
         ``CLAIM_IS_OVER``."""
         return self._take(claim_id)
 
-    def end_publishing(self, held: Held) -> str:
-        """See ``publish``. Waits for no fence; reads all bytes once."""
-        claim, wanted = held.claim, len(held.claim.slots) * held.claim.nbytes
+    def end_publishing(self, held: Held, content: Content = NO_CONTENT) -> tuple[str, Claim]:
+        """See ``publish``; also what was published. Waits for no fence; reads all bytes once if the
+        client has told no checksums. Who reads compares them with what it reads: wrong ones cost
+        the object."""
+        claim, is_ahead = held.claim, not held.claim.keys
+        count = len(content.keys) if is_ahead else len(claim.slots)
+        wanted = count * claim.nbytes
         if not held.is_closed():
             self._end(held)
-            return "writes under the claim do not end"
-        if held.arrived != 1 or held.nbytes != wanted:
+            return "writes under the claim do not end", claim
+        if held.arrived != 1 or held.nbytes != wanted or count > len(claim.slots):
             self._abandon(claim)
-            return f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}"
-        checksums = self._copier.checksums(Pieces.whole(self._addresses(claim), claim.nbytes))
+            return (
+                f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}",
+                claim,
+            )
+        sums = content.checksums
+        if len(sums) != count:
+            places = Pieces.whole(self._addresses(claim)[:count], claim.nbytes)
+            sums = self._copier.checksums(places)
         with self._lock:
-            self._table.publish(claim, checksums)
+            if is_ahead:
+                claim = self._table.name(claim, content.keys, content.signature)
+                sums = sums[[one is Verdict.GRANTED for one in claim.verdicts]]
+            self._table.publish(claim, sums)
         self.tell()
-        return ""
+        return "", claim
 
     def abandon(self, claim_id: int) -> None:
         """Ends a claim whose client gives up. Does not wait: its slots are free as soon as nothing
@@ -439,12 +516,13 @@ class Owner:
         if self._tiering is not None:
             self._tiering.wake()
         self._forget_tombstones()
-        for claim_id in overdue:
-            logger.warning(
-                "a client claimed slots and has written nothing for %g s; they are freed",
-                self._config.claim_timeout_s,
-            )
-            self.abandon(claim_id)
+        for one in overdue:
+            if one.keys:  # Else it was made ahead, for what has not come.
+                logger.warning(
+                    "a client claimed slots and has written nothing for %g s; they are freed",
+                    self._config.claim_timeout_s,
+                )
+            self.abandon(one.id)
         with self._lock:
             waiting, self._unfenced = self._unfenced, []
         for held in waiting:
@@ -560,10 +638,12 @@ class Owner:
             claim = self._table.take_claim(claim_id)
             if claim is None:
                 return None
-            tag = self._tags.pop(claim_id)
+            tag, writer = self._tags.pop(claim_id)
+            if not claim.keys:
+                self._ahead.pop(writer, None)
         # Before it is closed: te forgets the tag behind its fence.
         arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
-        return Held(claim, self._engine.revoke(tag), arrived, nbytes, self._clock())
+        return Held(claim, writer, self._engine.revoke(tag), arrived, nbytes, self._clock())
 
     def _abandon(self, claim: Claim) -> None:
         with self._lock:

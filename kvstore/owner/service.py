@@ -156,23 +156,25 @@ class Service:
                 return Refused(f"there are {FOLLOWERS_MAX} followers already")
             self._tell_followers(client)
             return None
+        if isinstance(question, Publish) and question.checksums:
+            return self._publish(client, request_id, question)  # There is nothing to read.
         if isinstance(question, Publish):
-            work = partial(self._publish, client, request_id, question.claim_id)
+            work = partial(self._publish, client, request_id, question)
             return self._slowly(self._slow, client, request_id, work)
         if is_slow(question):
             slow = self._promotions if isinstance(question, Promote) else self._slow
             return self._slowly(slow, client, request_id, partial(answer, self._owner, question))
         return answer(self._owner, question)
 
-    def _publish(self, client: bytes, request_id: bytes, claim_id: int) -> Answer | None:
-        """In a thread for publications. None if the fence is still open: what is left is done in
-        such a thread again, behind the fence."""
-        held = self._owner.begin_publishing(claim_id)
+    def _publish(self, client: bytes, request_id: bytes, question: Publish) -> Answer | None:
+        """In a thread for publications, unless the client has told the checksums. None if the fence
+        is still open: what is left is done in such a thread, behind the fence."""
+        held = self._owner.begin_publishing(question.claim_id)
         if held is None:
             return Published(CLAIM_IS_OVER)
 
         def end() -> Answer:
-            return published(self._owner, held)
+            return published(self._owner, held, question)
 
         # Past the bound: there are no more of them than claims.
         later = partial(self._slow.threads.submit, self._run, client, request_id, end)

@@ -18,6 +18,7 @@ __all__ = [
     "TRAY_BYTES",
     "VERSION",
     "Abandon",
+    "Ahead",
     "Answer",
     "Changes",
     "Claim",
@@ -53,7 +54,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 6
+VERSION: Final = 7
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
@@ -107,6 +108,13 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The write under the claim is done. Answered by ``Published``."""
 
     claim_id: Number
+    #: xxh3-64 of each granted object, as u64, little-endian; empty: the owner computes them.
+    checksums: Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX // 2)] = b""
+    #: So many objects of this size are likely to come next: slots for them, please.
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=KEYS_BYTES_MAX // 16)] = 0
+    #: Of a claim ahead: what was written to its first slots.
+    keys: Keys = b""
+    signature: Signature = bytes(16)
 
 
 class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -240,11 +248,26 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
     placed: Placed
 
 
+class Ahead(msgspec.Struct, frozen=True, array_like=True):
+    """A claim whose objects are named when they are published: ``owner.Grant``, and for how many
+    milliseconds it can be used."""
+
+    claim_id: Number
+    #: Of 64 bits.
+    tag: int
+    #: As u32, little-endian.
+    slots: bytes
+    ms: Number
+
+
 class Published(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The granted objects of the claim are stored, or a text says why not."""
+    """The granted objects of the claim are stored, or a text says why not. Of a claim ahead one
+    ``object_table.Verdict`` for each object that was named: those that are granted are stored."""
 
     why_not: str
     placed: Placed | None = None
+    verdicts: list[str] = []
+    ahead: Ahead | None = None
 
 
 class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -42,6 +42,8 @@ __all__ = ["Claim", "ObjectTable", "Verdict"]
 
 ID_BITS: Final = 63
 """Of a claim's id, which is never 0."""
+AHEAD_FREE: Final = 4
+"""Claims ahead are made while there are so many times as many free slots."""
 
 
 class Verdict(Enum):
@@ -75,7 +77,7 @@ class Claim:
     deadline_s: float
     #: One for each object that was asked for.
     verdicts: Sequence[Verdict]
-    #: Of the granted ones, in order.
+    #: Of the granted ones, in order; none of a claim ahead.
     keys: Sequence[bytes]
     slots: Sequence[int]
 
@@ -189,9 +191,7 @@ class ObjectTable:
                 granted.append(name[: -len(signature)])
                 slots.append(slot)
             verdicts.append(verdict)
-        for one in Verdict:  # To hash each would take longer than all else here.
-            if number := verdicts.count(one):
-                self.counts.verdicts[one.value] += number
+        self._count(verdicts)
         # Nobody guesses it: whoever names a claim may end it.
         claim_id = secrets.randbits(ID_BITS) | 1
         claim = Claim(claim_id, signature, nbytes, deadline_s, verdicts, granted, slots)
@@ -199,26 +199,61 @@ class ObjectTable:
             self._claims[claim.id] = claim
         return claim
 
+    def claim_ahead(self, count: int, nbytes: int, deadline_s: float) -> Claim | None:
+        """Slots for objects that are named when they are published, so that nobody who stores the
+        same waits for them. None while a class has less than ``AHEAD_FREE`` times as many free
+        slots."""
+        units = self.slab.serving(class_of(nbytes))
+        if nbytes > self.slab.object_bytes_max or (
+            self.slab.free_slots(units) < AHEAD_FREE * count
+        ):
+            return None
+        slots = [slot for _ in range(count) if (slot := self.slab.take(units)) is not None]
+        claim_id = secrets.randbits(ID_BITS) | 1
+        claim = Claim(claim_id, b"", nbytes, deadline_s, [Verdict.GRANTED] * len(slots), (), slots)
+        self._claims[claim_id] = claim
+        return claim
+
+    def name(self, claim: Claim, keys: Keys, signature: bytes) -> Claim:
+        """Of a claim ahead that was taken: what lies in its first slots. Those of objects that are
+        stored already or being stored are free then, as are those that nothing was written to; the
+        others are to be published."""
+        verdicts: list[Verdict] = []
+        granted: list[bytes] = []
+        slots: list[int] = []
+        for key, slot in zip(keys, claim.slots, strict=False):
+            name = key.tobytes() + signature
+            verdicts.append(self._verdict(name, claim.nbytes))
+            if verdicts[-1] is Verdict.GRANTED:
+                self._claimed.add(name)
+                granted.append(key.tobytes())
+                slots.append(slot)
+        for slot in set(claim.slots).difference(slots):
+            self.slab.give_back(slot)
+        self._count(verdicts)
+        return Claim(claim.id, signature, claim.nbytes, claim.deadline_s, verdicts, granted, slots)
+
     def take_claim(self, claim_id: int) -> Claim | None:
         """Ends a claim, whose slots stay taken until ``publish`` or ``abandon``. None if it is over
         already, because its deadline has passed or somebody ended it."""
         return self._claims.pop(claim_id, None)
 
-    def overdue(self, now_s: float) -> Sequence[int]:
+    def overdue(self, now_s: float) -> Sequence[Claim]:
         """The claims whose deadline has passed."""
-        return [one.id for one in self._claims.values() if one.deadline_s < now_s]
+        return [one for one in self._claims.values() if one.deadline_s < now_s]
 
     def publish(self, claim: Claim, checksums: npt.ArrayLike) -> None:
         """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
         their slots any more."""
         self._claimed.difference_update(key + claim.signature for key in claim.keys)
-        self._fill(claim.keys, claim.signature, claim.nbytes, claim.slots, checksums)
+        if claim.slots:
+            self._fill(claim.keys, claim.signature, claim.nbytes, claim.slots, checksums)
         self.counts.published += len(claim.slots)
 
     def abandon(self, claim: Claim) -> None:
         """Frees the slots of a claim. Nobody can write to them any more."""
-        for key, slot in zip(claim.keys, claim.slots, strict=True):
-            self._claimed.discard(key + claim.signature)
+        self._claimed.difference_update(key + claim.signature for key in claim.keys)
+        for slot in claim.slots:
             self.slab.give_back(slot)
         self.counts.abandoned += len(claim.slots)
 
@@ -467,6 +502,11 @@ class ObjectTable:
     def _is_kept(self, name: bytes) -> bool:  # noqa: ARG002 - of those that may be
         """Whether an object must not go."""
         return False
+
+    def _count(self, verdicts: Sequence[Verdict]) -> None:
+        for one in Verdict:  # To hash each would take longer than all else here.
+            if number := verdicts.count(one):
+                self.counts.verdicts[one.value] += number
 
     def _verdict(self, name: bytes, nbytes: int) -> Verdict:
         if nbytes > self.slab.object_bytes_max:

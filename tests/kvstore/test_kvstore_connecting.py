@@ -231,7 +231,7 @@ def test_a_put_whose_deadline_was_ended_is_not_published(
     handle = handle_of(store, store._owners.usable()[0])
     deadline = Deadline(TIMEOUT_S)
     with ending_after_writes(deadline, monkeypatch):
-        outcomes = writing.put_group(handle, KEYS, SIG, filled(store).pieces, deadline)
+        outcomes = writing.put_group(handle, KEYS, SIG, filled(store).pieces, deadline, None)
     assert outcomes == [Put.TIMED_OUT] * N
     assert owner._owners.own is not None
     until(lambda: owner._owners.own.stats().abandoned == N, "its slots are free")  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ from kvstore.protocol.messages import (
 KEYS = keys(2)
 #: Behind what is read of it: it is skipped, and counts all the same.
 DEEP = b"\x91" * 200_000
-DEEP_ANSWER, DEEP_QUESTION = b"\x93\x05\xa0" + DEEP, b"\x93\x05\x01" + DEEP
+DEEP_ANSWER, DEEP_QUESTION = b"\x93\x05\xa0" + DEEP, b"\x93\x06\x01" + DEEP
 TORN = b"\x92\x05\xa2\xff\xfe"  # Refused, with a text that is not UTF-8.
 TORN_CLAIM = b"\x96\x04\xc4\x00\xc4\x10" + bytes(16) + b"\x01\xa2\xff\xfe\x01"
 

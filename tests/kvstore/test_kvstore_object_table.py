@@ -148,7 +148,7 @@ def test_claims_are_overdue_after_their_deadline() -> None:
     claim = table.claim(NAMES[:1], SIG, 100, 5.0)
     table.claim(NAMES[1:2], SIG, 100, 9.0)
     assert table.overdue(5.0) == []
-    assert table.overdue(5.1) == [claim.id]
+    assert [one.id for one in table.overdue(5.1)] == [claim.id]
 
 
 def test_a_slot_that_is_used_again_has_another_generation() -> None:

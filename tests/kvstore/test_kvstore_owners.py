@@ -131,7 +131,7 @@ def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
         assert owner._owners.own is not None
         owner._owners.own._clock = lambda: time.monotonic() + 3601.0
         until(lambda: owner._owners.own.stats().abandoned == N)  # type: ignore[union-attr]
-        assert "the claim is over" in handle.publish(grant.claim_id, TIMEOUT_S)
+        assert "the claim is over" in handle.publish(grant, None, TIMEOUT_S)[0]
         room = filled(guest)
         slots = handle.source.slots(np.array(grant.slots, np.uint64))
         late = handle.source.peer.write(room.pieces.blocks(slots, 0, to_slots=True), grant.tag)
@@ -143,7 +143,7 @@ def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
 def test_a_claim_without_its_write_is_not_published(owner: Store) -> None:
     handle = handle_of(owner, OWN)
     grant = handle.claim(KEYS, SIG, NBYTES, 5.0)
-    assert handle.publish(grant.claim_id, 5.0) == (
+    assert handle.publish(grant, None, 5.0)[0] == (
         f"0 writes of 0 bytes arrived, not one of {N * NBYTES}"
     )
     assert not owner.exists(KEYS, SIG, NBYTES).any()
