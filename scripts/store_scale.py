@@ -253,7 +253,7 @@ def owner(followers: int, changes_per_s: float, seconds: float) -> dict[str, flo
     class Announcing:
         def __init__(self) -> None:
             self.card = SimpleNamespace(epoch=1)
-            self.listeners: list[Callable[[], None]] = []
+            self.announcers: list[Callable[[], None]] = []
 
         @property
         def changes(self) -> int:
@@ -279,8 +279,8 @@ def owner(followers: int, changes_per_s: float, seconds: float) -> dict[str, flo
         cpu_before_s, begin_s = cpu_s(), time.monotonic()
         while (now_s := time.monotonic()) < begin_s + seconds:
             log.append(records(len(log), each))
-            for listener in announcing.listeners:
-                listener()
+            for announcer in announcing.announcers:
+                announcer()
             time.sleep(max(STEP_S - (time.monotonic() - now_s), 0.0))
         wall_s, used_s, made = time.monotonic() - begin_s, cpu_s() - cpu_before_s, len(log)
         mine.send("stop")

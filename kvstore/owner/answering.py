@@ -128,8 +128,11 @@ class Answerer:
         while count := line.recv_into(room):
             question, reply = self._read(memoryview(room)[:count], tray)
             if isinstance(question, Take):
-                self._owner.tell()  # First: this process finds what a client was told is stored.
+                self._owner.tell_here()  # First: it finds what a client was told is stored.
             line.send(encode(reply))
+            if isinstance(question, Take):
+                # Who tells others takes the interpreter's lock, here and at the client.
+                self._owner.tell_others()
 
     def _greet(self, line: socket.socket) -> Mapped | None:
         """The client's tray; None for one that is refused or has gone."""

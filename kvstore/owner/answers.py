@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -147,7 +148,8 @@ def _ahead(owner: Owner, held: Held, count: int) -> Ahead | None:
 
 def _placed(owner: Owner, keys: Keys, signature: bytes, nbytes: int) -> Placed:
     number, places = owner.places(keys, signature, nbytes)
-    slots, generations = np.array(places, "<u4").reshape(-1, 2).T
+    both = np.fromiter(chain.from_iterable(places), "<u4", 2 * len(places))
+    slots, generations = both.reshape(-1, 2).T
     return Placed(number, slots.tobytes(), generations.tobytes())
 
 

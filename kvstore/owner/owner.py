@@ -208,8 +208,10 @@ class Owner:
         self._file: SlabFile | None = None
         self._lock = threading.Lock()
         self._log = ChangeLog(CHANGES_KEPT)
-        #: Called whenever there are new changes, in the thread that has made them.
+        #: Called whenever there are new changes, in the thread that has made them: those of this
+        #: process before who has made them is told, those that tell others later, too.
         self.listeners: Final[list[Callable[[], None]]] = []
+        self.announcers: Final[list[Callable[[], None]]] = []
         with contextlib.ExitStack() as undo:
             self._buffer: Any = None
             #: The descriptor of the memory, for processes of this host that read there; None if
@@ -306,6 +308,7 @@ class Owner:
         under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
         written to the lower tier, unless a file keeps it."""
         self.listeners.clear()
+        self.announcers.clear()
         if self._populating is not None:
             self._populating.close()
         self._copier.close()
@@ -628,9 +631,19 @@ class Owner:
             self._tiering.wake()
 
     def tell(self) -> None:
-        """Has listeners look for changes. All calls do that that change something, but ``take``."""
+        """Has all look for changes. All calls do that that change something, but ``take``."""
+        self.tell_here()
+        self.tell_others()
+
+    def tell_here(self) -> None:
+        """Has this process's listeners look for changes."""
         for listener in tuple(self.listeners):
             listener()
+
+    def tell_others(self) -> None:
+        """Has other processes told of changes."""
+        for announcer in tuple(self.announcers):
+            announcer()
 
     def _take(self, claim_id: int) -> Held | None:
         """Ends a claim and closes its tag; None if there is none (any more)."""

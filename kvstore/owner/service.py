@@ -104,12 +104,12 @@ class Service:
         self._strangers_s = 0.0
         self._strange, self._deaf = RateLimitedLog(logger), RateLimitedLog(logger)
         self._closing = False
-        owner.listeners.append(self._on_change)
+        owner.announcers.append(self._on_change)
         self._loop.start(self._end)
 
     def close(self) -> None:
         """Answers nobody any more. Waits for publications under way, and for no fence."""
-        self._owner.listeners.remove(self._on_change)
+        self._owner.announcers.remove(self._on_change)
         self._closing = True
         self._fencing.close()  # First: it gives the others work.
         for threads in (self._slow.threads, self._promotions.threads, self._ticks):
