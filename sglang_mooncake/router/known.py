@@ -23,11 +23,14 @@ class KnownPages:
     def add(self, names: Sequence[int]) -> None:
         """The pages of a prompt, from its beginning. The last ones are to go before the first ones,
         without which they would be worth nothing."""
+        known = self._names
         for name in reversed(names[: self._pages_max]):
-            self._names[name] = None
-            self._names.move_to_end(name)
-        while len(self._names) > self._pages_max:
-            self._names.popitem(last=False)
+            if name in known:
+                known.move_to_end(name)
+            else:
+                known[name] = None
+        while len(known) > self._pages_max:
+            known.popitem(last=False)
 
     def clear(self) -> None:
         self._names.clear()

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, seed_of, text_names, token_names
+from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, own_names, seed_of, text_names
 from sglang_mooncake.router.placement import Look
 from sglang_mooncake.router.prompts import cached_max, prompt_of
 from sglang_mooncake.router.sglang_http import given, member
@@ -51,7 +51,7 @@ class Looker:
             names = text_names(prompt, seed)
             page_tokens = TEXT_PAGE_BYTES * per_byte
             return Look(names, page_tokens, size * per_byte, text_bytes=size, cached_max=most)
-        names = token_names(prompt, PAGE_TOKENS, seed)
+        names = own_names(prompt, PAGE_TOKENS, seed)
         told = None if private else prompt
         return Look(names, PAGE_TOKENS, len(prompt), prompt=told, seed=seed, cached_max=most)
 

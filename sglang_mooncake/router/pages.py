@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of the pages of a prompt: prompts that begin alike have their first names in common. Pure.
 
-Of tokens they are those of SGLang's radix cache, as its KV events tell them. Of text they are the
-router's own, and a guess: texts that begin alike mostly begin with the same tokens.
+Of tokens there are those of SGLang's radix cache, as its KV events tell them, and the router's own,
+which cost a tenth and mean nothing outside of this process. Of text all are the router's own, and a
+guess: texts that begin alike mostly begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["NAMES_MAX", "TEXT_PAGE_BYTES", "seed_of", "text_names", "token_names"]
+__all__ = ["NAMES_MAX", "TEXT_PAGE_BYTES", "own_names", "seed_of", "text_names", "token_names"]
 
 TEXT_PAGE_BYTES: Final = 256
 """Length of a page of text: about as many tokens as one of 64 has."""
@@ -30,18 +31,34 @@ def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> lis
     A name is the first 8 bytes of SHA-256 over the whole digest before it and the page's tokens,
     each 4 bytes, the lowest first. ``seed`` takes the place of the digest before the first page.
     """
-    try:
-        numbers = array("I", tokens)
-    except (OverflowError, TypeError):
-        return []
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    raw, step, digest = numbers.tobytes(), 4 * page_size, seed
+    raw, step, digest = _bytes_of(tokens), 4 * page_size, seed
     names = []
     for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
         digest = hashlib.sha256(digest + raw[at : at + step]).digest()
         names.append(int.from_bytes(digest[:_NAME_BYTES], "big", signed=True))
     return names
+
+
+def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
+    """As ``token_names``, by which prompts are told apart within this process: a chain of Python's
+    hash of bytes (SipHash), whose key nobody outside knows."""
+    raw, step, name = _bytes_of(tokens), 4 * page_size, hash(seed)
+    names = []
+    for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
+        name = hash(b"%d %b" % (name, raw[at : at + step]))
+        names.append(name)
+    return names
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    """4 bytes for each, the lowest first; none where one of them is no number of 32 bits."""
+    try:
+        numbers = array("I", tokens)
+    except (OverflowError, TypeError):
+        return b""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def seed_of(cache_salt: str | None, private: bytes = b"") -> bytes:

@@ -216,10 +216,13 @@ class PrefillView:
         """Its prefill has ended; ``told`` by the server, None if it has failed."""
         begun_s = max(placed.sent_s, self._ended_s)
         self._queue.remove(placed)
+        queued = self._queued
         for name in placed.look.names:
-            self._queued[name] -= 1
-            if not self._queued[name]:
-                del self._queued[name]
+            left = queued[name] - 1
+            if left:
+                queued[name] = left
+            else:
+                dict.__delitem__(queued, name)  # Counter's own looks whether the name is there.
         self._ended_s = now_s
         if told is not None:
             self._learn(placed, told, now_s, begun_s)

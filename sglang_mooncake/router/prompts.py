@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,8 @@ from sglang_mooncake.router.sglang_http import (
 __all__ = ["Prompt", "cached_max", "prompt_of"]
 
 Prompt: TypeAlias = "str | tuple[int, ...] | None"
+
+_IDS: Final = msgspec.json.Decoder(tuple[int, ...])
 
 
 class _Message(msgspec.Struct):
@@ -102,6 +104,6 @@ def _flat_ids(body: Mapping[str, msgspec.Raw], name: str) -> tuple[int, ...] | N
     if not member(body, name).startswith(b"[") or is_batch(body, name):
         return None
     try:
-        return tuple(msgspec.json.decode(body[name], type=list[int]))
+        return _IDS.decode(body[name])
     except msgspec.DecodeError:
         return None

@@ -10,7 +10,7 @@ import pytest
 from router_world import World, run, until
 
 from sglang_mooncake.router import questions
-from sglang_mooncake.router.pages import token_names
+from sglang_mooncake.router.pages import own_names
 from sglang_mooncake.router.placement import Look
 
 
@@ -40,7 +40,7 @@ def test_caches_are_forgotten_also_where_the_client_does_not_wait_for_it() -> No
             await world.idle()
             at = 0 if world.prefill[0].asked else 1
             view = world.views[world.known(world.prefill[at])]
-            look = Look(token_names(prompt, 16), 16, 320)
+            look = Look(own_names(prompt, 16), 16, 320)
             assert view.figures(look, 0.0).hit_tokens > 0
             world.decode[0].is_slow = True
             flushing = asyncio.create_task(world.get("/flush_cache", "POST"))

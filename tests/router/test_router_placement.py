@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from sglang_mooncake.router.fit import WorkFit
 from sglang_mooncake.router.known import KnownPages
 from sglang_mooncake.router.looking import PAGE_TOKENS, Looker
-from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, seed_of, text_names, token_names
+from sglang_mooncake.router.pages import (
+    TEXT_PAGE_BYTES,
+    own_names,
+    seed_of,
+    text_names,
+    token_names,
+)
 from sglang_mooncake.router.placement import (
     Figures,
     Look,
@@ -48,15 +54,19 @@ def test_names_of_tokens_are_a_chain_of_digests() -> None:
     assert token_names(tokens, 3) == expected
 
 
+@pytest.mark.parametrize("named", [own_names, token_names])
 @given(one=TOKENS, other=TOKENS, page_size=st.integers(1, 8))
 def test_prompts_have_as_many_names_in_common_as_pages(
-    one: list[int], other: list[int], page_size: int
+    named: Callable[[Sequence[int], int], list[int]],
+    one: list[int],
+    other: list[int],
+    page_size: int,
 ) -> None:
     same = next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
-    names, others = token_names(one, page_size), token_names(other, page_size)
+    names, others = named(one, page_size), named(other, page_size)
     known = KnownPages(1000)
     known.add(names)
     assert len(names) == len(one) // page_size
@@ -64,7 +74,8 @@ def test_prompts_have_as_many_names_in_common_as_pages(
 
 
 def test_tokens_that_are_none_have_no_names() -> None:
-    assert token_names([1, -1], 1) == token_names([2**32], 1) == []
+    for named in (own_names, token_names):
+        assert named([1, -1], 1) == named([2**32], 1) == []
 
 
 def test_texts_that_begin_alike_have_names_in_common() -> None:
@@ -88,8 +99,9 @@ def test_requests_that_share_no_cache_share_no_names() -> None:
     prompt = list(range(PAGE_TOKENS))
     looks = [looker.look(body(input_ids=prompt, **more), GENERATE) for more in asks]
     assert len({tuple(look.names) for look in looks}) == len(asks)
-    assert looks[0].names == token_names(prompt, PAGE_TOKENS)
-    assert looks[1].names == token_names(prompt, PAGE_TOKENS, seed_of("a"))
+    for look, seed in ((looks[0], b""), (looks[1], seed_of("a"))):
+        assert look.names == own_names(prompt, PAGE_TOKENS, seed)
+        assert look.event_names(PAGE_TOKENS) == token_names(prompt, PAGE_TOKENS, seed)
 
 
 # --- prompts ---
