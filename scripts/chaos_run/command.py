@@ -18,8 +18,10 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.processes import ServingError, leaves
 from cpu_serving.servers import Fleet, base_environment
 
+from chaos_run.backends import STOCK
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions, parse
+from chaos_run.peer import NoPeer, environment_of
 from chaos_run.report import as_json, svg, text
 from chaos_run.run import Run
 from chaos_run.schedule import REGISTRY, SERVERS
@@ -41,11 +43,14 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        peer = environment_of(options.backend) if options.backend in STOCK else None
         hosts = Hosts((*SERVERS, REGISTRY))
-    except NoNetwork as error:
+    except (NoNetwork, NoPeer) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(ASKED_WITHIN_S)
+    if peer is not None:
+        os.environ.update(peer)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-chaos-"))
     code = EXIT_BROKEN
     try:

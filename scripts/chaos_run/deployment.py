@@ -31,11 +31,13 @@ from cpu_serving.traffic import Answer, Request, send
 from bootstrap_server import BootstrapClient, BootstrapError, Instance
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
+from chaos_run.backends import STOCK
 from chaos_run.clients import Spec
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions
 from chaos_run.rates import pair_name
 from chaos_run.schedule import REGISTRY, SERVERS, pair_of
+from chaos_run.stock_registry import stock_port
 from chaos_run.traffic import Known, PairAddress, Way, through
 
 __all__ = ["Deployment"]
@@ -51,11 +53,13 @@ class Deployment:
     def __init__(self, options: ChaosOptions, hosts: Hosts, fleet: Fleet) -> None:
         self._options, self._hosts, self._fleet = options, hosts, fleet
         self._starts = 0
+        self._stock = STOCK.get(options.backend) if options.backend else None
         self._secret = fleet.run_dir / "secret" if options.secret else None
         if self._secret is not None:
             write_secret_file(self._secret)
-        hosts.forward(SERVERS[1], _REGISTRY_PORT, REGISTRY)
-        self.registry = self.start_registry()
+        if self._stock is None:
+            hosts.forward(SERVERS[1], _REGISTRY_PORT, REGISTRY)
+            self.start_registry()
         self.servers: dict[str, Server] = {}
         for name in SERVERS:
             self.start(name)
@@ -69,11 +73,13 @@ class Deployment:
     def start(self, name: str) -> Server:
         """Start it; again, if it has been there, at the same ports."""
         old = self.servers.get(name)
-        env = {"SGLANG_MOONCAKE_TRANSPORTS": "tcp"}
+        env = {} if self._stock else {"SGLANG_MOONCAKE_TRANSPORTS": "tcp"}
         if self._options.layerwise:
             env["SGLANG_MOONCAKE_LAYERWISE"] = "1"
         role: Role = "prefill" if name.startswith("prefill") else "decode"
-        how = ServerOptions(make_model("llama"), extra_env=env, host=self._hosts.address(name))
+        flags = ("--disaggregation-transfer-backend", self._stock.flag) if self._stock else ()
+        address = self._hosts.address(name)
+        how = ServerOptions(make_model("llama"), extra_args=flags, extra_env=env, host=address)
         if self._secret is not None:
             how = with_secret(how, self._secret)
         with self._hosts.on(name, self.cores(name)):
@@ -85,6 +91,13 @@ class Deployment:
                 bootstrap_port=_REGISTRY_PORT,
             )
         return self.servers[name]
+
+    async def start_all_again(self) -> None:
+        """Of a fleet that serves no more, as an operator would. Raises ServingError."""
+        for server in self.servers.values():
+            await asyncio.to_thread(server.process.kill)
+        again = [self.start(name) for name in SERVERS]  # signals are the main thread's
+        await asyncio.to_thread(wait_ready, again)
 
     def start_registry(self) -> ManagedProcess:
         """That of `prefill-1`, empty."""
@@ -119,6 +132,8 @@ class Deployment:
     def control_ports(self, name: str) -> list[int]:
         """On which prefill ranks wait for control links of this server, or to it."""
         prefills = [name] if name in SERVERS[:2] else SERVERS[:2]
+        if self._stock is not None:
+            return [stock_port(self.registry_address(one), _CLIENT_WAITS_S) for one in prefills]
         return [rank.port for one in prefills for rank in self.instance(one).ranks]
 
     # --- ways ---

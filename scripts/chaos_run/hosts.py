@@ -24,11 +24,11 @@ from cpu_serving.processes import ServingError
 from chaos_run.control_filter import narrow, vanishing
 from chaos_run.ending import with_host, with_others
 
-__all__ = ["CENTRE", "Hosts"]
+__all__ = ["BRIDGE", "CENTRE", "Hosts"]
 
 CENTRE = "10.79.0.1"
 _NETWORK = "10.79.0.0/24"
-_BRIDGE = "kv"
+BRIDGE = "kv"
 #: What a slow way carries. A request's KV is 0.1 to 1 MB.
 _SLOW_BITS_PER_S = 20e6
 #: A lossy way is fast, but its queue is shorter than what TCP sends at once: packets are dropped
@@ -56,9 +56,9 @@ class Hosts:
         self._centre = enter_new_namespace("scripts/chaos")
         try:
             run_tool(("ip", "link", "set", "dev", "lo", "up"))
-            run_tool(("ip", "link", "add", "dev", _BRIDGE, "type", "bridge"))
-            run_tool(("ip", "address", "add", f"{CENTRE}/24", "dev", _BRIDGE))
-            run_tool(("ip", "link", "set", "dev", _BRIDGE, "up"))
+            run_tool(("ip", "link", "add", "dev", BRIDGE, "type", "bridge"))
+            run_tool(("ip", "address", "add", f"{CENTRE}/24", "dev", BRIDGE))
+            run_tool(("ip", "link", "set", "dev", BRIDGE, "up"))
             for name in names:
                 self._join(name)
                 for disturb in (self.slow, lambda one: self.control_lossy(one, [1])):
@@ -90,7 +90,7 @@ class Hosts:
 
     def cut(self, name: str) -> None:
         """Nothing passes any more, and nobody is told."""
-        run_tool(("ip", "link", "set", "dev", self._port(name), "nomaster"))
+        run_tool(("ip", "link", "set", "dev", self.port(name), "nomaster"))
 
     def sever(self, name: str) -> None:
         """The same, and every TCP connection with another host is ended, at both ends: all know of
@@ -125,9 +125,9 @@ class Hosts:
 
     def mend(self, name: str) -> None:
         """Undoes all of these."""
-        run_tool(("ip", "link", "set", "dev", self._port(name), "master", _BRIDGE))
-        self._host_tool(name, "tc", "qdisc", "replace", "dev", _BRIDGE, "root", *_PLAIN)
-        run_tool(("tc", "qdisc", "replace", "dev", self._port(name), "root", *_PLAIN))
+        run_tool(("ip", "link", "set", "dev", self.port(name), "master", BRIDGE))
+        self._host_tool(name, "tc", "qdisc", "replace", "dev", BRIDGE, "root", *_PLAIN)
+        run_tool(("tc", "qdisc", "replace", "dev", self.port(name), "root", *_PLAIN))
 
     def forward(self, owner: str, port: int, to: str) -> None:
         """From now on a TCP port of the host `owner` is served by the host `to`, also for `owner`
@@ -138,7 +138,7 @@ class Hosts:
         address, second = self.address(owner), self._second_address(owner)
         self._host_tool(to, "sysctl", "-q", "-w", "net.ipv4.conf.all.arp_ignore=1")
         self._host_tool(to, "ip", "address", "add", f"{address}/32", "dev", "lo")
-        self._host_tool(owner, "ip", "address", "add", f"{second}/24", "dev", _BRIDGE)
+        self._host_tool(owner, "ip", "address", "add", f"{second}/24", "dev", BRIDGE)
         # The table of a host's own addresses comes first, unless it is moved.
         self._host_tool(owner, "ip", "rule", "add", "pref", "10", "lookup", "local")
         self._host_tool(owner, "ip", "rule", "del", "pref", "0")
@@ -147,18 +147,18 @@ class Hosts:
             if name != to:
                 rule = ("to", address, "ipproto", "tcp", "dport", str(port), "lookup", _TABLE)
                 self._host_tool(name, "ip", "rule", "add", "pref", "5", *rule)
-                route = ("default", "via", self.address(to), "dev", _BRIDGE, "table", _TABLE)
+                route = ("default", "via", self.address(to), "dev", BRIDGE, "table", _TABLE)
                 source = from_owner if name == owner else ()
                 self._host_tool(name, "ip", "route", "add", *route, *source)
 
     def _join(self, name: str) -> None:
-        here = ("type", "veth", "peer", "name", self._port(name), "netns", str(os.getpid()))
+        here = ("type", "veth", "peer", "name", self.port(name), "netns", str(os.getpid()))
         self._host_tool(name, "ip", "link", "set", "dev", "lo", "up")
-        self._host_tool(name, "ip", "link", "add", "dev", _BRIDGE, *here)
+        self._host_tool(name, "ip", "link", "add", "dev", BRIDGE, *here)
         address = f"{self.address(name)}/24"
-        self._host_tool(name, "ip", "address", "add", address, "dev", _BRIDGE)
-        self._host_tool(name, "ip", "link", "set", "dev", _BRIDGE, "up")
-        run_tool(("ip", "link", "set", "dev", self._port(name), "master", _BRIDGE, "up"))
+        self._host_tool(name, "ip", "address", "add", address, "dev", BRIDGE)
+        self._host_tool(name, "ip", "link", "set", "dev", BRIDGE, "up")
+        run_tool(("ip", "link", "set", "dev", self.port(name), "master", BRIDGE, "up"))
 
     def _try_to_end_connections(self) -> None:
         """Raises ServingError if this kernel cannot: ss says nothing then."""
@@ -178,12 +178,12 @@ class Hosts:
     def _limit(self, name: str, bits_per_s: float, queue_bytes: int) -> None:
         rate, burst = f"{bits_per_s:.0f}bit", str(_BURST_BYTES)
         bucket = ("tbf", "rate", rate, "burst", burst, "limit", str(queue_bytes))
-        self._host_tool(name, "tc", "qdisc", "replace", "dev", _BRIDGE, "root", *bucket)
+        self._host_tool(name, "tc", "qdisc", "replace", "dev", BRIDGE, "root", *bucket)
 
     def _filter(self, name: str, commands: Callable[[str], Iterator[tuple[str, ...]]]) -> None:
-        for command in commands(_BRIDGE):
+        for command in commands(BRIDGE):
             self._host_tool(name, *command)
-        for command in commands(self._port(name)):
+        for command in commands(self.port(name)):
             run_tool(command)
 
     def _host_tool(self, name: str, *argv: str) -> str:
@@ -197,5 +197,6 @@ class Hosts:
         """Of a host of which a port is forwarded."""
         return f"10.79.0.{31 + self._index(name)}"
 
-    def _port(self, name: str) -> str:
+    def port(self, name: str) -> str:
+        """The bridge's end of the wire to that host."""
         return f"to-{name}"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from command_line import Parser, positive, some_of
 
-from chaos_run.schedule import KINDS, Kind
+from chaos_run.backends import BACKENDS, Backend
+from chaos_run.schedule import KINDS, SHARED, Kind
 
 __all__ = ["ChaosOptions", "parse"]
 
@@ -29,6 +30,8 @@ class ChaosOptions:
     layerwise: bool
     #: A secret is made for all servers.
     secret: bool
+    #: None: our own, with all that can happen to it. Else one of a comparison.
+    backend: Backend | None
     json: Path | None
     plot: Path | None
 
@@ -53,6 +56,14 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
     add("--deadline", type=positive, default=60.0, metavar="S", help="of each request (60)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        metavar="B",
+        help=f"whose hand-over, for a comparison: {', '.join(BACKENDS)}. Faults are those that mean"
+        f" the same for each ({', '.join(SHARED)}): one seed is one schedule. A fleet that a fault"
+        " leaves dead is started again, and counted",
+    )
     add("--layerwise", action="store_true", help="KV leaves layer by layer")
     add("--secret", action="store_true", help="the servers have a secret in common")
     add("--json", type=Path, metavar="FILE", help="write everything, every request included")
@@ -64,22 +75,38 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         parser.error(f"--clients {args.clients} is not from 1 to 64")
     if args.kinds is not None and "intruder" in args.kinds and not args.secret:
         parser.error("--kinds intruder is somebody with another secret: give --secret")
+    if args.backend is not None:
+        _check_comparison(parser, args)
     return ChaosOptions(
         minutes=args.minutes,
         seed=args.seed,
-        kinds=_default_kinds(args.secret) if args.kinds is None else args.kinds,
+        kinds=_default_kinds(args) if args.kinds is None else args.kinds,
         clients=args.clients,
         abort_share=args.aborts,
         deadline_s=args.deadline,
         layerwise=args.layerwise,
         secret=args.secret,
+        backend=args.backend,
         json=args.json,
         plot=args.plot,
     )
 
 
-def _default_kinds(secret: bool) -> tuple[Kind, ...]:
-    return tuple(kind for kind in KINDS if kind != "intruder" or secret)
+def _check_comparison(parser: Parser, args: argparse.Namespace) -> None:
+    others = sorted(set(args.kinds or SHARED) - set(SHARED))
+    if args.kinds == () or others:
+        parser.error(
+            f"--backend compares what each backend can meet: --kinds of {', '.join(SHARED)}, not"
+            f" {others[0] if others else 'none'}"
+        )
+    if args.backend != "ours" and (args.secret or args.layerwise):
+        parser.error(f"--backend {args.backend} knows neither --secret nor --layerwise")
+
+
+def _default_kinds(args: argparse.Namespace) -> tuple[Kind, ...]:
+    if args.backend is not None:
+        return SHARED
+    return tuple(kind for kind in KINDS if kind != "intruder" or args.secret)
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:

@@ -9,8 +9,11 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from chaos_run.backends import STOCK
+from chaos_run.compare import header, markdown, row
 from chaos_run.rates import kept
 from chaos_run.results import Result
+from chaos_run.schedule import KINDS, SHARED
 
 __all__ = ["as_json", "svg", "text"]
 
@@ -24,19 +27,23 @@ _COLOURS = {
 _WIDTH, _LEFT, _LANE, _TOP = 1300, 170, 26, 120
 #: Names of faults rise to the right, so that those of short ones stay apart.
 _SLOPE = -50
+#: Of what must not be: a dead fleet fails thousands of requests.
+_SENTENCES_MAX = 20
 
 
 def text(result: Result) -> str:
     """For people: faults, how requests ended, and what must not be."""
     ends = result.ends()
-    lines = [f"seed {result.seed}, {result.ended_s - result.began_s:.0f} s", "", "faults"]
+    lines = [f"seed {result.seed}, {result.ended_s - result.began_s:.0f} s", *_about(result)]
+    lines += ["", "faults"]
     for one in result.happened:
         at_s, lasted_s = one.began_s - result.began_s, one.ended_s - one.began_s
         what = f"{one.fault.kind:13} {one.fault.victim:10}"
         served = (
             "has not served again" if one.lost else f"served again {one.recovered_s:.2f} s later"
         )
-        lines.append(f"  {at_s:6.1f} s  {what} {lasted_s:5.1f} s, {served}")
+        ended = f"; ended by itself: {', '.join(one.crashed)}" if one.crashed else ""
+        lines.append(f"  {at_s:6.1f} s  {what} {lasted_s:5.1f} s, {served}{ended}")
     lines += ["", "requests"]
     for end in _COLOURS:
         took = [o.ended_s - o.began_s for o in result.outcomes if o.end == end]
@@ -47,9 +54,26 @@ def text(result: Result) -> str:
     lines += _again(result)
     lines += _kept(result)
     lines += _thirds(result)
+    if result.backend is not None:
+        lines += ["", *header(), markdown(row(result))]
     bad = result.faults_found()
-    lines += ["", *(bad or ["nothing that must not be"])]
+    lines += ["", *(bad[:_SENTENCES_MAX] or ["nothing that must not be"])]
+    if len(bad) > _SENTENCES_MAX:
+        lines.append(f"and {len(bad) - _SENTENCES_MAX} more")
     return "\n".join(lines)
+
+
+def _about(result: Result) -> list[str]:
+    """Of a comparison: who it is, and what he was spared."""
+    if result.backend is None:
+        return []
+    lines = [f"backend {result.backend}: {result.versions}"]
+    if (stock := STOCK.get(result.backend)) is not None:
+        settings = " ".join(f"{name}={value}" for name, value in stock.settings.items())
+        lines += [f"settings: {settings}", *filter(None, [stock.remark])]
+    left_out = ", ".join(kind for kind in KINDS if kind not in SHARED)
+    lines.append(f"left out, as they do not mean the same for every backend: {left_out}")
+    return lines
 
 
 def _kept(result: Result) -> list[str]:
@@ -104,6 +128,8 @@ def as_json(result: Result) -> dict[str, Any]:
     began_s = result.began_s
     return {
         "seed": result.seed,
+        "backend": result.backend,
+        "versions": result.versions,
         "seconds": result.ended_s - began_s,
         "ends": dict(result.ends()),
         "causes": dict(result.causes()),
@@ -122,6 +148,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "recovered_s": one.recovered_s,
                 "let_in": one.let_in,
                 "lost": one.lost,
+                "crashed": one.crashed,
             }
             for one in result.happened
         ],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chaos_run.again import Again, again
+from chaos_run.backends import Backend
 from chaos_run.rates import Spared, Window, kept, spared
 from chaos_run.schedule import SERVERS, Fault
 from chaos_run.soak import Third, grows
@@ -32,6 +33,7 @@ class Happened:
     quiet: of a fault that was alone, the times before and after it.
     let_in: of somebody who was not invited, what he got.
     lost: why its victim has not served again, which ends the run; empty when it has.
+    crashed: in a comparison, servers that had ended by themselves behind it.
     """
 
     fault: Fault
@@ -41,6 +43,7 @@ class Happened:
     quiet: tuple[Window, ...] = ()
     let_in: tuple[str, ...] = ()
     lost: str = ""
+    crashed: tuple[str, ...] = ()
 
     @property
     def during(self) -> Window:
@@ -53,6 +56,7 @@ class Result:
 
     leaked_pages, held: by server; what is there at the end and was not before.
     thirds: of a run that is to have no faults, empty when there is too little to tell; else None.
+    backend, versions: of a comparison.
     """
 
     seed: int
@@ -64,6 +68,8 @@ class Result:
     leaked_pages: dict[str, int] = field(default_factory=dict)
     held: dict[str, list[str]] = field(default_factory=dict)
     thirds: tuple[Third, ...] | None = None
+    backend: Backend | None = None
+    versions: str = ""
 
     def ends(self) -> Counter[str]:
         return Counter(outcome.end for outcome in self.outcomes)

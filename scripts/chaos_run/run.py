@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -24,10 +24,11 @@ from chaos_run.deployment import Deployment
 from chaos_run.disturb import Disturber
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions
+from chaos_run.peer import versions_of
 from chaos_run.rates import Window
 from chaos_run.resources import Held, grown, held_by, resident
 from chaos_run.results import Happened, Result
-from chaos_run.schedule import SERVERS, Fault, faults
+from chaos_run.schedule import SERVERS, Fault, faults, within
 from chaos_run.soak import Sample, thirds
 from chaos_run.traffic import Known, Outcome, Way, ask_once, client
 
@@ -86,12 +87,14 @@ class Run:
             )
         ended_s = time.monotonic()
         leaked, held = dict[str, int](), dict[str, list[str]]()
-        if not any(one.lost for one in self._happened):
+        compared = options.backend is not None
+        if compared or not any(one.lost for one in self._happened):
             with Step("looking for what was left behind") as step:
                 leaked, busy = self._leaked()
-                held = self._held_more(before, step.tick)
+                # Of others nobody knows what they keep on purpose.
+                held = {} if compared else self._held_more(before, step.tick)
                 for name, sentence in busy.items():
-                    held[name].append(sentence)
+                    held.setdefault(name, []).append(sentence)
         outcomes, happened = tuple(self._outcomes), tuple(self._happened)
         return Result(
             options.seed,
@@ -103,6 +106,8 @@ class Run:
             leaked,
             held,
             None if options.kinds else tuple(thirds(began_s, ended_s, self._samples, outcomes)),
+            options.backend,
+            versions_of(options.backend) if options.backend else "",
         )
 
     # --- traffic ---
@@ -179,18 +184,35 @@ class Run:
         if not options.kinds:
             await self._soak(deadline_s, tick)
             return
-        for fault in faults(options.seed, options.kinds):
+        for fault in self._schedule():
             ended = len(self._outcomes)
             tick(f"{ended} requests; quiet for {fault.gap_s:.0f} s, then {fault}")
             await asyncio.sleep(fault.gap_s)
-            if time.monotonic() > deadline_s:
+            if options.backend is None and time.monotonic() > deadline_s:
                 break
             tick(f"{ended} requests; {fault}")
             disturb = self._alone if fault.alone else self._disturb
             happened = await disturb(session, fault)
+            if options.backend is not None:
+                happened = await self._in_service(happened, tick)
             self._happened.append(happened)
-            if happened.lost:
+            if happened.lost and options.backend is None:
                 break
+
+    def _schedule(self) -> Iterable[Fault]:
+        options = self._options
+        if options.backend is None:
+            return faults(options.seed, options.kinds)
+        return within(options.seed, options.kinds, options.minutes * 60)
+
+    async def _in_service(self, happened: Happened, tick: Tick) -> Happened:
+        """In a comparison: who does not serve again is started again, and so are all others, as a
+        fault must find nothing that an earlier one has left."""
+        ended = [name for name, one in self._servers.items() if not one.process.alive()]
+        if ended or happened.lost:
+            tick(f"{happened.fault} left no service; starting all servers again")
+            await self._deployment.start_all_again()
+        return replace(happened, crashed=tuple(ended))
 
     async def _soak(self, deadline_s: float, tick: Tick) -> None:
         while time.monotonic() < deadline_s:

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-__all__ = ["KINDS", "REGISTRY", "SERVERS", "Fault", "Kind", "faults", "pair_of"]
+__all__ = [
+    "KINDS",
+    "REGISTRY",
+    "SERVERS",
+    "SHARED",
+    "Fault",
+    "Kind",
+    "faults",
+    "pair_of",
+    "within",
+]
 
 Kind = Literal[
     "kill",
@@ -32,6 +42,10 @@ Kind = Literal[
     "intruder",
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+#: Those that mean the same whoever hands KV over. The others concern what only we have: a registry
+#: that can be away, control links on ports of their own, a secret; and noise, to which stock
+#: backends make no promise.
+SHARED: Final[tuple[Kind, ...]] = ("kill", "freeze", "cut", "sever", "slow", "lossy", "full")
 SERVERS: Final = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 #: The host of the second prefill server's registry; the first one's is in its main process.
 REGISTRY: Final = "registry"
@@ -55,6 +69,9 @@ _LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
     "stranger": (3.0, 6.0),
     "intruder": (3.0, 6.0),
 }
+#: For how long `within` has a fleet recover: after a fault, and where a server starts again.
+_RECOVERS_S: Final = 4.0
+_RECOVERY_S: Final[dict[Kind, float]] = {"kill": 12.0}
 #: Seconds of undisturbed traffic between the end of one and the next.
 _GAP_S: Final = (1.0, 5.0)
 
@@ -98,6 +115,19 @@ def faults(seed: int, kinds: Sequence[Kind] = KINDS) -> Iterator[Fault]:
             if victim in SERVERS:
                 alone = not alone
             yield Fault(kind, victim, *times, alone and victim in SERVERS)
+
+
+def within(seed: int, kinds: Sequence[Kind], seconds: float) -> list[Fault]:
+    """The faults of a comparison: as many as come in that time if the servers recover from each as
+    fast as a good backend's do. So they are the same for everyone, however long that takes him."""
+    found: list[Fault] = []
+    left_s = seconds
+    for fault in faults(seed, kinds):
+        left_s -= fault.gap_s + fault.lasts_s + _RECOVERY_S.get(fault.kind, _RECOVERS_S)
+        if left_s < 0:
+            return found
+        found.append(replace(fault, alone=False))
+    raise AssertionError("`faults` has no end")
 
 
 def pair_of(name: str) -> int:

@@ -64,7 +64,9 @@ END_TIMEOUT_S = 10.0
 _NETWORK = Path("/proc/thread-self/ns/net")
 POLL_S = 0.02
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+_GROUPS = "/sys/fs/cgroup"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -142,7 +144,7 @@ class Nursery:
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
     ) -> ForkedProcess:
         """What ``python -m module`` would start with these arguments, in a session of its own, in
-        the network namespace and on the cores of the calling thread.
+        the network namespace, which its /sys shows, and on the cores of the calling thread.
 
         The first one waits until SGLang is imported. Raises RuntimeError if that failed.
         """
@@ -223,8 +225,8 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         os.sched_setaffinity(0, message["cores"])
-        if len(high) > 1 and _libc.setns(high[1], _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
+        if len(high) > 1:
+            _enter_host(high[1])
         for number in (1, 2):
             os.dup2(high[0], number)
     template, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -244,6 +246,26 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
         os.set_inheritable(number, False)
         os.close(fd)
     return functools.partial(_run_spawned, message["spawned"])
+
+
+def _enter_host(network: int) -> None:
+    """A network namespace, and a /sys that shows its interfaces: UCX looks for them there. Control
+    groups stay where they are."""
+    if _libc.setns(network, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
+    if _libc.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "no namespace of mounts can be made")
+    groups = os.open(_GROUPS, os.O_PATH)
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("sysfs", "/sys", "sysfs", 0)
+    _mount(f"/proc/self/fd/{groups}", _GROUPS, None, _MS_BIND | _MS_REC)
+    os.close(groups)
+
+
+def _mount(source: str | None, at: str, kind: str | None, flags: int) -> None:
+    words = (None if one is None else one.encode() for one in (source, at, kind))
+    if _libc.mount(*words, flags, None):
+        raise OSError(ctypes.get_errno(), f"mount {source or ''} at {at}")
 
 
 def _fork_what_is_spawned(template: socket.socket) -> None:

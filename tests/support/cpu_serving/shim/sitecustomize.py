@@ -36,6 +36,11 @@ to each of them come too late, and they share those of the server.
 vLLM's connector of NIXL pins workers on a CPU to the last core of the host, all to the same. They
 keep those that they have.
 
+With `CPU_SERVING_STOCK=1` SGLang's own backends run on a CPU. It registers every KV pool with NIXL
+as memory of a GPU, which UCX refuses when it is not: NIXL's word for it then means host memory. And
+it copies indices for Mooncake's sender by an event of a GPU: the sender then says that it takes
+ready ones, as those of other backends do.
+
 A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
 
 With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
@@ -211,11 +216,35 @@ def _leave_cores_alone(module: ModuleType) -> None:
     module.os = SimpleNamespace(**names)  # type: ignore[attr-defined]
 
 
+def _is_stock() -> bool:
+    return os.environ.get("CPU_SERVING_STOCK") == "1"
+
+
+def _take_host_memory(module: ModuleType) -> None:
+    if not _is_stock():
+        return
+    agent = module.nixl_agent
+    make = agent.__init__
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.nixl_mems |= dict.fromkeys(("VRAM", "cuda"), self.nixl_mems["DRAM"])
+
+    agent.__init__ = wrapped
+
+
+def _take_ready_indices(module: ModuleType) -> None:
+    if _is_stock():
+        module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
 Patch: TypeAlias = Callable[[ModuleType], None]
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Patch] = {
     "torch": stand_in_for_a_gpu,
+    "nixl_cu12._api": _take_host_memory,
+    "sglang.srt.disaggregation.mooncake.conn": _take_ready_indices,
     "sglang.srt.disaggregation.encoder.receiver": _receive_in_host_memory,
     "sglang.srt.eplb.expert_distribution": _keep_no_memory,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
