@@ -32,7 +32,7 @@ cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil:
     box_open(&p.notes)
     errnum = workers_open(&p.workers, workers, spin_ns)
     p.workers.check_ns = min(
-        max(min(p.stall_ns / 4, p.suspect_ns / 2), <u64>CHECK_LEAST_NS), <u64>CHECK_MOST_NS)
+        max(min(p.stall_ns / 4, p.suspect_ns / 5), <u64>CHECK_LEAST_NS), <u64>CHECK_MOST_NS)
     p.sections.n = workers + RUNNERS_MAX
     for i in range(workers):
         p.sections.of[i] = &p.workers.of[i].section

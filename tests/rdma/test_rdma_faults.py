@@ -33,6 +33,7 @@ NEVER_S = 600.0
 LONG_FAILURES = 10
 #: While the way is shut: several attempts to dial.
 DIALS_IN_VAIN_S = 2.5
+LEFT_BEHIND = re.compile(r"no completion for \d+ ms, while another rail moved bytes")
 LOST_LINK = re.compile(r"the port has lost its link|the port 1 of \w+ has no link")
 
 Fault = Callable[[Nic, Nic], AbstractContextManager[None]]
@@ -233,3 +234,25 @@ def test_a_rail_that_does_not_move_is_suspect_until_it_does(
         wait_for(lambda: rail_of(stream.peer, near[0]).state == "up", WAIT_S, "up again")
         assert rail_of(stream.peer, near[0]).reason == ""
         stream.once(3)
+
+
+@pytest.mark.each_run
+@pytest.mark.driver("siw")  # rxe gives up by itself, after 0.3 s
+def test_a_silent_rail_beside_one_that_moves_is_given_up_at_once(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second after it fell silent here, and long before its own time-out: that the others go on
+    shows that both processes are well."""
+    near, far = halves
+    timeouts = {"stall_timeout_s": NEVER_S, "rail_timeout_s": 20.0}
+    with two_engines(near, far, **timeouts) as engines:
+        stream = Stream(*engines)
+        with loss(near[0], 100):
+            stuck = stream.begin(1)
+            wait_for(lambda: rail_of(stream.peer, near[0]).state != "up", WAIT_S, "silent")
+            for tag in (2, 3):
+                assert stream.begin(tag).wait(WAIT_S) is te.Status.DONE
+            assert stuck.wait(WAIT_S) is te.Status.DONE
+        assert LEFT_BEHIND.search(caplog.text)
+        wait_for(lambda: stream.peer.rails == len(near), WAIT_S, "the rail is back")
+        stream.once(4)

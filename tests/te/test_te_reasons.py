@@ -62,3 +62,9 @@ def test_a_rail_that_the_destination_broke_has_its_reason() -> None:
     assert rail_sentence(RailReason.PEER_BROKE, 0, 10.0) == "the destination broke its end"
     assert rail_sentence(RailReason.READ_CANCELLED, 0, 10.0) == "broken to end a cancelled read"
     assert "unknown" in rail_sentence(RailReason.BAD_STATUS, 99, 10.0)
+
+
+def test_a_rail_that_others_left_behind_says_for_how_long_it_was_silent() -> None:
+    told = rail_sentence(RailReason.NO_COMPLETION, 150, 2.0)
+    assert told == "no completion for 150 ms, while another rail moved bytes"
+    assert rail_sentence(RailReason.NO_COMPLETION, 0, 2.0) == "no completion for 2 s"

@@ -87,8 +87,8 @@ cdef void revoke_closed(Link *link) noexcept nogil:
 
 
 cdef bint is_overdue(Link *link) noexcept nogil:
-    """Whether the source has not stopped what was revoked for as long as makes a rail suspect; or
-    cannot say so, without a rail."""
+    """Whether the source has not stopped what was revoked for as long as makes a rail suspect at
+    the latest; or cannot say so, without a rail."""
     cdef Direct *d = direct_of(link)
     cdef Arriving *a
     cdef u64 i, now = now_ns()

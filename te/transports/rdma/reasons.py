@@ -42,6 +42,8 @@ def rail_sentence(
         case RailReason.BAD_STATUS:
             name = _STATUSES[errnum] if errnum < len(_STATUSES) else "unknown"
             return f"completion status {errnum} ({name})"
+        case RailReason.NO_COMPLETION if errnum:
+            return f"no completion for {errnum} ms, while another rail moved bytes"
         case RailReason.NO_COMPLETION:
             return f"no completion for {rail_timeout_s:g} s"
         case RailReason.POST_FAILED:

@@ -79,6 +79,7 @@ cdef struct Qp:
     u32 kicks_seen, faults_seen
     bint armed, late, overdue
     u64 progress_ns
+    u64 progress_seen_ns, others_moved  # at the first look since it moved: bytes of other rails
     # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
     VSendWr *wrs
     VSge *sges
