@@ -22,6 +22,8 @@ class ChaosOptions:
     minutes: float
     seed: int
     kinds: tuple[Kind, ...]
+    #: Of each fault, in place of what the seed says.
+    lasts_s: float | None
     clients: int
     #: Of requests, the share whose client leaves before the answer is whole.
     abort_share: float
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         help=f"which faults, of {', '.join(KINDS)} (all; intruder with --secret alone); or none,"
         " to see whether anything grows",
     )
+    add("--lasts", type=positive, metavar="S", help="how long each fault lasts (as the seed says)")
     add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
     add("--deadline", type=positive, default=60.0, metavar="S", help="of each request (60)")
@@ -81,6 +84,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         minutes=args.minutes,
         seed=args.seed,
         kinds=_default_kinds(args) if args.kinds is None else args.kinds,
+        lasts_s=args.lasts,
         clients=args.clients,
         abort_share=args.aborts,
         deadline_s=args.deadline,

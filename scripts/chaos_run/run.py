@@ -202,8 +202,8 @@ class Run:
     def _schedule(self) -> Iterable[Fault]:
         options = self._options
         if options.backend is None:
-            return faults(options.seed, options.kinds)
-        return within(options.seed, options.kinds, options.minutes * 60)
+            return faults(options.seed, options.kinds, options.lasts_s)
+        return within(options.seed, options.kinds, options.minutes * 60, options.lasts_s)
 
     async def _in_service(self, happened: Happened, tick: Tick) -> Happened:
         """In a comparison: who does not serve again is started again, and so are all others, as a

@@ -97,9 +97,12 @@ class Fault:
         return f"{self.kind} {self.victim}{lasts}"
 
 
-def faults(seed: int, kinds: Sequence[Kind] = KINDS) -> Iterator[Fault]:
+def faults(
+    seed: int, kinds: Sequence[Kind] = KINDS, lasts_s: float | None = None
+) -> Iterator[Fault]:
     """Without end. Each kind comes before any comes again, with another victim each time as long
-    as there are others. Every other fault of a server is `alone`."""
+    as there are others. Every other fault of a server is `alone`. lasts_s: of each fault that
+    lasts at all, in place of what the seed says."""
     rng = random.Random(seed)
     hit: dict[Kind, list[str]] = {kind: [] for kind in kinds}
     alone = False
@@ -111,18 +114,21 @@ def faults(seed: int, kinds: Sequence[Kind] = KINDS) -> Iterator[Fault]:
                 left = list(_victims(kind))
             victim = rng.choice(left)
             hit[kind].append(victim)
-            times = rng.uniform(*_GAP_S), rng.uniform(*_LASTS_S[kind])
+            gap_s, by_seed_s = rng.uniform(*_GAP_S), rng.uniform(*_LASTS_S[kind])
+            times = gap_s, lasts_s if lasts_s and by_seed_s else by_seed_s
             if victim in SERVERS:
                 alone = not alone
             yield Fault(kind, victim, *times, alone and victim in SERVERS)
 
 
-def within(seed: int, kinds: Sequence[Kind], seconds: float) -> list[Fault]:
+def within(
+    seed: int, kinds: Sequence[Kind], seconds: float, lasts_s: float | None = None
+) -> list[Fault]:
     """The faults of a comparison: as many as come in that time if the servers recover from each as
     fast as a good backend's do. So they are the same for everyone, however long that takes him."""
     found: list[Fault] = []
     left_s = seconds
-    for fault in faults(seed, kinds):
+    for fault in faults(seed, kinds, lasts_s):
         left_s -= fault.gap_s + fault.lasts_s + _RECOVERY_S.get(fault.kind, _RECOVERS_S)
         if left_s < 0:
             return found

@@ -58,6 +58,13 @@ def test_a_seed_says_which_faults_come() -> None:
     assert one != list(islice(faults(6), 40))
 
 
+def test_faults_last_as_long_as_they_are_told_to_and_come_in_the_same_order() -> None:
+    seeded, told = (list(islice(faults(5, lasts_s=s), 40)) for s in (None, 0.05))
+    assert {one.lasts_s for one in told} == {0.0, 0.05}
+    assert all(one.lasts_s == 0 for one in told if one.kind == "kill")
+    assert told == [replace(one, lasts_s=0.05) if one.lasts_s else one for one in seeded]
+
+
 def test_each_kind_comes_once_before_any_comes_again() -> None:
     found = [fault.kind for fault in islice(faults(0), 3 * len(KINDS))]
     for begin in range(0, len(found), len(KINDS)):
