@@ -34,14 +34,15 @@ def main(argv: Sequence[str]) -> int:
     except NoNetwork as error:
         print(f"healing: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
+    print("\n".join([_about(options), "", *header()]), flush=True)
+    found = {}
     try:
-        found = {name: _repeated(options, where, name) for name in _names(options, where)}
+        for name in _names(options, where):
+            found[name] = _repeated(options, where, name)
+            print(line(name, found[name]), flush=True)
     except TrialError as error:
         print(f"healing: {error}", file=sys.stderr)
         return EXIT_BROKEN
-    print("\n".join([_about(options), "", *header()]))
-    for name, runs in found.items():
-        print(line(name, runs))
     if options.json:
         rows = {name: [asdict(one) for one in runs] for name, runs in found.items()}
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

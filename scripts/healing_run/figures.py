@@ -121,7 +121,7 @@ def line(name: str, found: Sequence[Figures]) -> str:
     usual = _time(median(one.usual_s for one in found))
     counts = (f"{median(getattr(one, of) for one in found):g}" for of in ("slow", "failed"))
     times = (cell(field) for field in ("known_s", "over_another_s", "silent_s", "again_s"))
-    return _line([name, *times, *counts, f"{cell('longest_s')}, {usual}"])
+    return _line([f"`{name}`", *times, *counts, f"{cell('longest_s')}, {usual}"])
 
 
 def _over_another_s(behind: Sequence[Moved], known_s: float | None) -> float | None:

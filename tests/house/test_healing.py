@@ -69,7 +69,9 @@ def test_bars_hold_for_the_median() -> None:
 def test_a_line_has_a_cell_for_each_name() -> None:
     one = Figures(0.2, None, 0.3, 1.5, 3, 0, 0.4, 0.002)
     said = line("cut", [one])
-    assert said.startswith("| cut | 200 ms (200 ms) | – | 300 ms (300 ms) | 1.50 s (1.50 s) | 3 |")
+    assert said.startswith(
+        "| `cut` | 200 ms (200 ms) | – | 300 ms (300 ms) | 1.50 s (1.50 s) | 3 |"
+    )
     assert said.endswith("| 0 | 400 ms (400 ms), 2 ms |")
     assert header()[0].count("|") == said.count("|")
 
