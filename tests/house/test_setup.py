@@ -388,3 +388,36 @@ def test_an_overlay_has_the_installed_compiled_modules(tmp_path: Path) -> None:
 
 def test_both_engines_run_on_one_torch() -> None:
     assert PIN in (ROOT / "scripts/vllm-constraints.txt").read_text().splitlines()
+
+
+PEERS = {
+    "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "mooncake.engine"),
+    "nixl": ("nixl-cu12==1.5.1 nixl==1.5.1", "nixl._api"),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_another_engine_is_put_into_a_folder_of_its_own(machine: Machine, name: str) -> None:
+    """What is in the .venv stays as it is."""
+    (machine.root / "calls").write_text("")
+    code, calls, _ = machine.setup(stage="peer", release=name)
+    at = machine.root / f"build/peers/{name}.partial"
+    assert calls == [f"{PIP}--no-deps --no-compile --target {at} {PEERS[name][0]}"]
+    # The stand-in has made no folder that could become the engine's.
+    assert code == 1
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_another_engine_that_is_there_is_tried(machine: Machine, name: str) -> None:
+    (machine.root / f"build/peers/{name}").mkdir(parents=True)
+    (machine.root / "calls").write_text("")
+    code, calls, _ = machine.setup(stage="peer", release=name)
+    assert code == 0
+    assert [call.strip() for call in calls] == [f"python -c import {PEERS[name][1]}"]
+
+
+def test_an_unknown_engine_is_refused(machine: Machine) -> None:
+    (machine.root / "calls").write_text("")
+    code, calls, said = machine.setup(stage="peer", release="gloo")
+    assert (code, calls) == (2, [])
+    assert "'gloo' is no other engine; name mooncake or nixl" in said
