@@ -28,7 +28,7 @@ from bootstrap_server.ranks import matching
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.digesting import LandedDigests
+from sglang_mooncake.digesting import LandedDigests, digester_of
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
 from sglang_mooncake.fetching import fetch_instance
@@ -159,7 +159,7 @@ class DecodeSide(Side):
             context.keys.control,
         )
         self._digests = LandedDigests(
-            engine.digester(),
+            digester_of(engine, context.verify),
             recorder,
             layout,
             context.place,

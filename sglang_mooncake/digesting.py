@@ -23,6 +23,7 @@ from sglang_mooncake.layout import (
     Place,
     Plan,
     Unwanted,
+    Verify,
     chosen_cells,
     differences,
     digest,
@@ -40,7 +41,7 @@ from sglang_mooncake.rooms.prefill_events import Digest, Digested
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["DigestThread", "LandedDigests", "SentDigests"]
+__all__ = ["DigestThread", "LandedDigests", "SentDigests", "digester_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +101,32 @@ def _is_over(job: Job) -> bool:
         return True
 
 
+def digester_of(engine: te.Engine, verify: Verify) -> te.Digester | None:
+    """None where registered memory cannot be read, such as a GPU's in a context of somebody else's:
+    then nothing is digested here.
+
+    Raises:
+        te.DigestError: that is so, and everything is to be digested.
+    """
+    try:
+        return engine.digester()
+    except te.DigestError as error:
+        if verify is Verify.ALL:
+            raise
+        logger.warning("no digests are made on this rank: %s", error)
+        return None
+
+
 class SentDigests:
     """Of a prefill rank.
 
     Args:
+        digester: None of a rank whose rules ask for no digest.
         post: hands what has come of a `Digest` to the loop, from the thread.
     """
 
     def __init__(
-        self, digester: te.Digester, recorder: Recorder, post: Callable[[Digested], None]
+        self, digester: te.Digester | None, recorder: Recorder, post: Callable[[Digested], None]
     ) -> None:
         self._digester, self._recorder, self._post = digester, recorder, post
         self._thread = DigestThread("kv-prefill-digests")
@@ -122,7 +140,8 @@ class SentDigests:
 
     def close(self) -> None:
         self._thread.close()
-        self._digester.close()
+        if self._digester is not None:
+            self._digester.close()
 
     def _made(self, asked: Digest) -> bool:
         room, message, failure = asked.room, None, None
@@ -139,6 +158,7 @@ class SentDigests:
         return True
 
     def _message(self, asked: Digest) -> RoomDigests:
+        assert self._digester is not None
         cells, nbytes = _sizes(asked.lists)
         # The engine has all writes of the room by now: nothing that moves them can know the seed.
         drawn, seed = sample_size(asked.verify, cells, nbytes), secrets.randbits(64)
@@ -164,13 +184,14 @@ class _Landed:
 class LandedDigests:
     """Of a decode rank.
 
+    digester: None of a rank that cannot compare, and takes what arrives as it is.
     layout, place, rank: of this rank; the last for sentences.
     landed: the completion record of what was asked for, once all of it is here, else None; raises
         `CompletionDisagrees`.
     post: hands what has come of a `Compare` to the loop, from the thread.
     """
 
-    digester: te.Digester
+    digester: te.Digester | None
     recorder: Recorder
     layout: Layout
     place: Place
@@ -190,7 +211,8 @@ class LandedDigests:
 
     def close(self) -> None:
         self._thread.close()
-        self.digester.close()
+        if self.digester is not None:
+            self.digester.close()
 
     def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> bool:
         room, failure = asked.room, None
@@ -200,7 +222,8 @@ class LandedDigests:
             completion = self.landed(asked)
             if completion is None:
                 return False
-            failure = self._failure(_Landed(asked, completion), source)
+            if self.digester is not None:
+                failure = self._failure(_Landed(asked, completion), source, self.digester)
         except Unwanted:
             return True
         except CompletionDisagrees as error:
@@ -213,14 +236,14 @@ class LandedDigests:
         self.post(Verified(room, asked.expected.tag, failure))
         return True
 
-    def _failure(self, landed: _Landed, source: tuple[Layout, Place]) -> str | None:
+    def _failure(
+        self, landed: _Landed, source: tuple[Layout, Place], digester: te.Digester
+    ) -> str | None:
         """None if all is as it was sent."""
         asked, message = landed.compare, landed.compare.message
         theirs = [one.digests for one in message.lists]
         lists = self._cells(landed, theirs, source)
-        found = _digests(
-            lists, message.seed, message.drawn, self.digester, asked.room, self.recorder
-        )
+        found = _digests(lists, message.seed, message.drawn, digester, asked.room, self.recorder)
         differ = differences(lists, found, theirs)
         self.recorder.verified(is_equal=not differ)
         if not differ:

@@ -18,7 +18,7 @@ import te
 from bootstrap_server import BootstrapClient
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.digesting import SentDigests
+from sglang_mooncake.digesting import SentDigests, digester_of
 from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.gpu_events import EventWaiter
@@ -63,6 +63,8 @@ class PrefillSide(Side):
         stages: Stages | None = None,
     ) -> None:
         self._context, self._recorder, self._stages = context, recorder, stages
+        digester = digester_of(engine, context.verify)
+        self._digests = SentDigests(digester, recorder, lambda made: self._loop.post(made))
         self._rooms = rooms.PrefillRooms(
             self._plan_of,
             context.deadlines.bootstrap_s,
@@ -71,7 +73,7 @@ class PrefillSide(Side):
             layout.pages_dealt,
             context.names,
             lambda: any(self._links),
-            context.verify,
+            context.verify if digester is not None else None,
         )
         #: Whether pages can go some layers at a time.
         self.by_layers = can_go_by_layers(layout)
@@ -97,9 +99,6 @@ class PrefillSide(Side):
         )
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
         self._gpu_events = EventWaiter(self._happened)
-        self._digests = SentDigests(
-            engine.digester(), recorder, lambda digested: self._loop.post(digested)
-        )
         recorder.open_rooms = lambda: self._rooms.rooms
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None

@@ -121,7 +121,8 @@ class PrefillRooms:
             prefill_complete), so that it waits for them from then on.
         pages_dealt: which of the pages of a chunk this rank has (`Layout.pages_dealt`).
         names: what the two deadlines are called: `chunk_timeout_s` is twice that of `waiting`.
-        verify: how much is digested at least; a decode rank may ask for more.
+        verify: how much is digested at least; a decode rank may ask for more. None where nothing
+            can be digested.
         random: 64 bits.
     """
 
@@ -134,7 +135,7 @@ class PrefillRooms:
         pages_dealt: Dealt = ALL,
         names: SettingNames = FIELD_NAMES,
         is_linked: Callable[[], bool] = _nobody,
-        verify: Verify = Verify.OFF,
+        verify: Verify | None = Verify.OFF,
         random: Callable[[], int] = _random,
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
@@ -345,9 +346,8 @@ class PrefillRooms:
     ) -> Iterator[Instruction]:
         for peer, recipient, span, pages in parts:
             early = early_page_layers.get(peer, 0)
-            if chunk.is_last:
-                verify = max(self._verify, recipient.request.verify)
-                recipient.is_digested = is_chosen(verify, self._random())
+            verify = self._verify_for(recipient)
+            recipient.is_digested = chunk.is_last and is_chosen(verify, self._random())
             try:
                 write = recipient.write(record.room, peer, chunk, span, pages, layers, early)
             except ValueError as error:
@@ -355,9 +355,13 @@ class PrefillRooms:
                 return
             yield self._begun(record, write)
             if recipient.is_digested:
-                record.digesting.add(peer)
                 generation, lists = recipient.request.generation, recipient.cells(chunk)
+                record.digesting.add(peer)
                 yield Digest(record.room, peer, generation, verify, lists)
+
+    def _verify_for(self, recipient: Recipient) -> Verify:
+        """The stricter of two wishes."""
+        return Verify.OFF if self._verify is None else max(self._verify, recipient.request.verify)
 
     def _parts(self, record: PrefillRoom, chunk: Chunk) -> list[_Part]:
         parts = []

@@ -147,8 +147,8 @@ SETTINGS: tuple[Setting, ...] = (
         "verify",
         choice(tuple(one.name.lower() for one in Verify)),
         "How much of the KV cache is compared by digests when it has arrived, before SGLang is"
-        f" told: nothing, one of {SAMPLE_ROOMS} requests (up to {SAMPLE_NBYTES >> 20} MiB of it, as"
-        " drawn at random), or all. A request of which something differs fails, and its reason"
+        f" told: nothing, a sample (of one request in {SAMPLE_ROOMS} a random {SAMPLE_NBYTES >> 20}"
+        " MiB at most), or all. A request of which something differs fails, and its reason"
         " names pages, layers and both ranks. Where the two servers have different values, the"
         " stricter one counts.",
         default="off",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_serving.expectations import Layout
+from cpu_serving.expectations import VERIFIED, Layout
 from cpu_serving.model import make_model
 from cpu_serving.servers import ServerOptions
 
@@ -36,11 +36,12 @@ class Case:
     decode_radix: bool = False
 
     def layout(self) -> Layout:
-        """With the model made."""
+        """With the model made. All requests are compared by digests, too."""
         path = make_model(self.model)
         both = {
             "page_size": self.page_size,
             "chunked_prefill_size": CHUNK if self.chunked else None,
+            "extra_env": VERIFIED,
         }
         decode = FORMS[self.decode]
         if self.decode_radix:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from cpu_serving.cuda import PretendedCuda, build_driver, read_cuda_counts
-from cpu_serving.expectations import Layout, Serving
+from cpu_serving.expectations import VERIFIED, Layout, Serving
 from cpu_serving.traffic import make_requests
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
     driver = build_driver(tmp_path_factory.mktemp("driver"))
-    return Layout.equal("cuda", page_size=16, cuda=PretendedCuda(driver))
+    return Layout.equal("cuda", page_size=16, cuda=PretendedCuda(driver), extra_env=VERIFIED)
 
 
 def test_tokens_are_equal_although_copies_are_late(serving: Serving) -> None:

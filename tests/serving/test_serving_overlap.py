@@ -11,7 +11,7 @@ import asyncio
 import aiohttp
 import pytest
 import requests
-from cpu_serving.expectations import Layout, Serving
+from cpu_serving.expectations import VERIFIED, Layout, Serving
 from cpu_serving.overlap import Overlap, events_ignored, read_counts
 from cpu_serving.traffic import (
     Answer,
@@ -34,7 +34,11 @@ BOUND_S = 180.0
 @pytest.fixture(scope="module")
 def layout() -> Layout:
     return Layout.equal(
-        "overlap", page_size=PAGE, chunked_prefill_size=CHUNK, overlap=Overlap(delay_ms=60)
+        "overlap",
+        page_size=PAGE,
+        chunked_prefill_size=CHUNK,
+        overlap=Overlap(delay_ms=60),
+        extra_env=VERIFIED,
     )
 
 

@@ -166,6 +166,48 @@ def test_a_digest_that_cannot_be_made_ends_the_request_with_the_reason(side, mon
         assert "the device is lost" in (target.view.reason or "")
 
 
+@pytest.fixture
+def unreadable(monkeypatch):
+    """As if the memory were a GPU's in somebody else's context."""
+
+    def refuse(engine: te.Engine) -> Any:
+        raise te.DigestError("CUDA memory of cuda:0 cannot be read: te cannot copy it")
+
+    monkeypatch.setattr(te.Engine, "digester", refuse)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_where_memory_cannot_be_read_nothing_is_digested_and_all_else_works(caplog):
+    with pair_of(verify=(Verify.SAMPLE, Verify.OFF)) as pair:
+        assert "no digests are made on this rank: CUDA memory" in caplog.text
+        _, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_a_rank_that_is_to_digest_all_and_cannot_does_not_start():
+    with pytest.raises(te.DigestError, match="cannot be read"), pair_of():
+        pass
+
+
+def test_a_decode_rank_that_is_told_none_where_it_wants_all_fails_the_request(monkeypatch):
+    with pair_of(verify=(Verify.OFF, Verify.ALL)) as pair:
+        monkeypatch.setattr(pair.prefill.side._rooms, "_verify", None)
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "digests: 1 asked for, 0 sent" in (target.view.reason or "")
+
+
+def test_a_decode_rank_that_cannot_compare_takes_what_arrives(monkeypatch):
+    with pair_of(verify=(Verify.ALL, Verify.OFF)) as pair:
+        digests = pair.decode.side._digests
+        digests.digester.close()
+        digests.digester = None
+        _, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+        assert not totals(pair.decode)["equal"]
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_while_digests_are_made_ends_both_sides(side, monkeypatch):
     go_on, asked = threading.Event(), threading.Event()

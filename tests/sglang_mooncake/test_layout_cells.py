@@ -27,7 +27,12 @@ from sglang_mooncake.layout import (
     sample_size,
 )
 from sglang_mooncake.layout.cells import Cells, Unwanted
-from sglang_mooncake.layout.chosen import SAMPLE_CELLS_MIN, SAMPLE_NBYTES, SAMPLE_ROOMS
+from sglang_mooncake.layout.chosen import (
+    SAMPLE_CELLS_MIN,
+    SAMPLE_NBYTES,
+    SAMPLE_PART,
+    SAMPLE_ROOMS,
+)
 
 
 def reader(memory):
@@ -231,7 +236,9 @@ def test_every_cell_is_chosen_as_often_as_any_other():
 
 def test_what_of_a_request_is_digested_is_bounded():
     assert sample_size(Verify.ALL, 10**7, 10**12) == 0
-    assert sample_size(Verify.SAMPLE, 10, SAMPLE_NBYTES) == 0
+    assert sample_size(Verify.SAMPLE, SAMPLE_CELLS_MIN, 10**12) == 0
+    assert sample_size(Verify.SAMPLE, 65, 10**3) == SAMPLE_CELLS_MIN
+    assert sample_size(Verify.SAMPLE, 10**4, SAMPLE_NBYTES) == 10**4 // SAMPLE_PART
     assert sample_size(Verify.SAMPLE, 10**5, 100 * SAMPLE_NBYTES) == 1000
     assert sample_size(Verify.SAMPLE, 100, 100 * SAMPLE_NBYTES) == SAMPLE_CELLS_MIN
 

@@ -45,6 +45,9 @@ def report(
     on_gpu: tuple[CudaCounts, ...] = (),
     drafts: Drafts | None = None,
     bytes_early: int | None = None,
+    verify: str = "off",
+    equal: int = 0,
+    different: int = 0,
 ) -> Report:
     handover = Handover(
         bytes=1000,
@@ -59,6 +62,7 @@ def report(
         bytes_early=bytes_early or 0,
         fallbacks={"short prompts": 3, "retries": 5},
         hooks_p50_us=None,
+        digests={"equal": equal, "different": different, "cells": 5, "bytes": 0},
     )
     return Report(
         layout="x",
@@ -70,6 +74,7 @@ def report(
         handover=handover,
         transport="rdma",
         carried_bytes=carried_bytes,
+        verify=verify,
         overlap=overlap,
         layerwise=bytes_early is not None,
         cuda=on_gpu,
@@ -130,6 +135,25 @@ def test_a_demo_of_layers_fails_unless_bytes_left_before_send(bytes_early: int) 
     assert "670 (67%)" in table or not bytes_early
     assert table.index("5 times: retries") < table.index("3 times: short prompts")
     assert json.loads(got.json_line())["bytes_early"] == bytes_early
+
+
+@pytest.mark.parametrize(
+    ("verify", "equal", "different", "good"),
+    [
+        ("all", 1, 0, True),
+        ("all", 0, 0, False),
+        ("all", 1, 1, False),
+        ("sample", 0, 0, True),
+        ("sample", 0, 1, False),
+    ],
+)
+def test_a_demo_of_digests_fails_unless_all_are_made_and_equal(
+    verify: str, equal: int, different: int, good: bool
+) -> None:
+    got = report("rdma", None, None, verify=verify, equal=equal, different=different)
+    assert got.good is good
+    assert f"{equal} equal, {different} not" in got.table()
+    assert json.loads(got.json_line())["digests"]["equal"] == equal
 
 
 def test_without_layers_nothing_is_said_of_them() -> None:

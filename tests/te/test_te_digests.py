@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from te_cuda import NEWEST, SYNCHRONISES, cuda
 from te_sealed import Sealed, sealed
 
 import te
@@ -208,3 +209,24 @@ def test_a_device_that_hangs_keeps_memory_and_slots_until_it_goes_on(staged):
         one.digester._bounce.settle(1.0)
     assert one.found(words(0), *shape) == expected(one.view, words(0), *shape)
     one.engine.deregister(one.region)
+
+
+@pytest.mark.parametrize("version", [NEWEST, 12_080, 12_000])
+def test_memory_of_a_gpu_is_read_by_its_copy_engine_and_nothing_waits_for_the_gpu(version):
+    """On every form of the driver's batches; no copy is of memory that is not pinned."""
+    with cuda(version=version) as driver:
+        memory = driver.allocate(NBYTES)
+        memory.view[:] = random_bytes(NBYTES, seed=3)
+        with te.Engine(te.Config(transports=("tcp",), status_dir=None)) as engine:
+            engine.register(memory.address, NBYTES)
+            digester = engine.digester()
+            driver.forget_calls()
+            starts = np.arange(0, NBYTES, 1 << 16, dtype=np.uint64)
+            shape = words(0, 30_000), words(5_000, 20_000)
+            found = digester.digests(np.uint64(memory.address) + starts, *shape)
+            assert found.tolist() == expected(memory.view, starts, *shape)
+            assert driver.calls(flags=SYNCHRONISES) == 0
+            assert driver.count("pageable_copies") == 0
+            digester.close()
+        driver.reset()
+        driver.free(memory)

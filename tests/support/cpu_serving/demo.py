@@ -157,7 +157,7 @@ def _start_pair(
 def _layout(
     options: DemoOptions, model: Path, tp: int, pp: int, nics: Sequence[Nic] | None
 ) -> ServerOptions:
-    env = {}
+    env = {"SGLANG_MOONCAKE_VERIFY": options.verify}
     if options.transport is not None:
         env["SGLANG_MOONCAKE_TRANSPORTS"] = options.transport
     if nics is not None:
@@ -207,6 +207,7 @@ def _report(
         transport=options.transport,
         carried_bytes=carried,
         overlap=read_counts(pair.prefill.stats_dir) if options.overlap else None,
+        verify=options.verify,
         layerwise=options.layerwise,
         cuda=tuple(
             read_cuda_counts(server.stats_dir, server.options.ranks, finished_at)

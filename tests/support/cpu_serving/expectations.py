@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +14,11 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import Answer, Request, compare, send_all
 
-__all__ = ["Layout", "Reference", "Serving"]
+__all__ = ["VERIFIED", "Layout", "Reference", "Serving"]
+
+VERIFY = "SGLANG_MOONCAKE_VERIFY"
+#: Of a server whose requests are all compared by digests.
+VERIFIED = {VERIFY: "all"}
 
 Key: TypeAlias = tuple[str, tuple[int, ...], int]
 
@@ -93,9 +98,14 @@ class Serving:
         return got
 
     def assert_whole(self) -> None:
-        """Our classes served on every rank, and no page is missing from the idle pools."""
+        """Our classes served on every rank, no page is missing from the idle pools, and where the
+        KV cache was to be compared by digests, all of it is equal."""
         for server in (self.pair.prefill, self.pair.decode):
             stats.read_stats(server)
+            if server.options.extra_env.get(VERIFY) == "all":
+                digests = [rank.digests for rank in stats.collect(server, time.time())]
+                assert not sum(one["different"] for one in digests), f"digests differ: {digests}"
+                assert sum(one["cells"] for one in digests), "nothing was digested"
             assert leaked_pages(server) == 0, f"the {server.process.name} leaks"
 
 

@@ -40,6 +40,8 @@ class DemoOptions:
     secret: bool
     #: This project's router instead of SGLang's mini-lb.
     router: bool
+    #: How much of the KV cache is compared by digests.
+    verify: str
     overlap: bool
     layerwise: bool
     ignore_events: bool
@@ -66,6 +68,8 @@ class DemoOptions:
             pages += ", with a secret"
         if self.router:
             pages += ", this project's router"
+        if self.verify != "off":
+            pages += f", digests of {self.verify}"
         if self.overlap:
             pages += ", overlap scheduling"
         if self.layerwise:
@@ -102,6 +106,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         transport=args.transport,
         secret=args.secret,
         router=args.router,
+        verify=args.verify,
         overlap=args.overlap,
         layerwise=args.layerwise,
         ignore_events=args.ignore_events,
@@ -151,6 +156,12 @@ def _build_parser() -> Parser:
     )
     add("--page-size", type=count, default=1, metavar="P", help="tokens per KV page (1)")
     add("--chunked-prefill-size", type=count, metavar="N", help="prefill in chunks of N tokens")
+    add(
+        "--verify",
+        choices=("off", "sample", "all"),
+        default="off",
+        help="compare the KV cache by digests when it has arrived (off)",
+    )
     add(
         "--overlap",
         action="store_true",

@@ -45,6 +45,8 @@ class Report:
     carried_bytes: int | None
     #: What the stand-in for a GPU's streams counted on the prefill server, if there was one.
     overlap: OverlapCounts | None
+    #: How much was to be compared by digests.
+    verify: str
     #: Whether KV was to leave layer by layer.
     layerwise: bool
     #: What the driver without a GPU counted on each server, if there was one.
@@ -67,11 +69,19 @@ class Report:
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
             and (self.overlap is None or self.overlap.taken)
+            and self.digests_good
             and (not self.layerwise or self.handover.bytes_early > 0)
             and (self.drafts is None or self.drafts.right > 0)
             # What devices have carried, they took from the pools.
             and all(counts.good(is_staged=self.carried_bytes is None) for counts in self.cuda)
         )
+
+    @property
+    def digests_good(self) -> bool:
+        """Nothing differs, and with `all` each request was compared on each decode rank."""
+        digests = self.handover.digests
+        compared = self.requests if self.verify == "all" else 0
+        return not digests["different"] and digests["equal"] >= compared
 
     def table(self) -> str:
         handover = self.handover
@@ -87,6 +97,7 @@ class Report:
             ("rate while moving", f"{handover.gb_per_s:.3f} GB/s"),
             ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
             *self._carried(),
+            *self._digested(),
             *self._overlapped(),
             *self._by_layers(),
             *self._staged(),
@@ -105,6 +116,19 @@ class Report:
             return []
         enough = "" if self.carried_bytes >= self.handover.bytes else ": NOT THE PATH TAKEN"
         return [("sent by RDMA devices", f"up to {self.carried_bytes:,} bytes{enough}")]
+
+    def _digested(self) -> list[tuple[str, str]]:
+        if self.verify == "off":
+            return []
+        digests = self.handover.digests
+        verdict = "" if self.digests_good else ": WRONG"
+        return [
+            (
+                "compared by digests",
+                f"{digests['equal']:,} equal, {digests['different']:,} not{verdict}",
+            ),
+            ("cells digested", f"{digests['cells']:,} ({digests['bytes'] / MIB:.1f} MiB)"),
+        ]
 
     def _overlapped(self) -> list[tuple[str, str]]:
         if self.overlap is None:
@@ -162,6 +186,7 @@ class Report:
                 "rails": handover.rails,
                 "carried_bytes": self.carried_bytes,
                 "overlap": asdict(self.overlap) if self.overlap else None,
+                "digests": handover.digests,
                 "bytes_early": handover.bytes_early,
                 "fallbacks": handover.fallbacks,
                 "cuda": [asdict(counts) for counts in self.cuda],

@@ -49,6 +49,8 @@ class RankStats(msgspec.Struct, frozen=True):
     bytes_early: int = 0
     fallbacks: dict[str, int] = {}
     hooks_us: list[float] = []
+    #: Cells and bytes that were digested; what a decode rank has found equal and different.
+    digests: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Handover:
     bytes_early: int
     fallbacks: dict[str, int]
     hooks_p50_us: float | None
+    #: Of both sides: `RankStats.digests`.
+    digests: dict[str, float]
 
 
 def collect(server: Server, since: float) -> list[RankStats]:
@@ -153,6 +157,10 @@ def summarise(prefill: Sequence[RankStats], decode: Sequence[RankStats]) -> Hand
         bytes_early=sum(rank.bytes_early for rank in prefill),
         fallbacks=dict(sum((Counter(rank.fallbacks) for rank in prefill), Counter())),
         hooks_p50_us=_percentile([us for rank in prefill for us in rank.hooks_us], 50),
+        digests={
+            name: sum(rank.digests.get(name, 0) for rank in ranks)
+            for name in ("cells", "bytes", "seconds", "equal", "different")
+        },
     )
 
 
