@@ -20,6 +20,14 @@ class PlainPlan:
     def __init__(self, layers=LAYERS):
         self.layers = layers
 
+    @property
+    def cells(self):
+        return self
+
+    def of_source(self, *_):
+        """No digest is made of them."""
+        return ()
+
     def known(self, layers):
         return range(layers.start, min(layers.stop, self.layers))
 

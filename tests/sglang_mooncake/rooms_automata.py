@@ -19,10 +19,11 @@ from counted_tags import CountedTags
 from plain_plan import places_of, plan_of
 
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import COMPLETION_BYTES
+from sglang_mooncake.layout import COMPLETION_BYTES, Verify
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
     RoomRequest,
     RoomWait,
@@ -185,7 +186,7 @@ class Automaton:
 class Heard:
     """A message. There is one object of each, so that states are compared quickly."""
 
-    message: RoomWait | RoomComputed | RoomRequest | RoomAbort | RoomFailed
+    message: RoomWait | RoomComputed | RoomRequest | RoomAbort | RoomDigests | RoomFailed
 
 
 heard = cache(Heard)
@@ -218,6 +219,10 @@ def _decode_event(token: Token, room: Room) -> Any:
             return decode.LinkDown(link, "")
         case ("told", link, Heard(RoomComputed() as message)):
             return decode.PeerComputed(link, message)
+        case ("told", link, Heard(RoomDigests() as message)):
+            return decode.PeerDigested(link, message)
+        case ("verified", tag, is_equal):
+            return decode.Verified(room, tag, None if is_equal else "")
         case ("told", link, heard):
             return decode.PeerFailed(link, heard.message)
         case ("tick", _):
@@ -235,6 +240,8 @@ def _decode_output(instruction: Any) -> Token | None:
             return "tell", link, unworded(message)
         case decode.Fence(_, tags):
             return "fence", tags
+        case decode.Compare(expected=expected):
+            return "compare", expected.tag
     return None
 
 
@@ -263,6 +270,11 @@ def _prefill_event(token: Token, room: Room) -> Any:
             return prefill.RoomAborted(DECODE_RANK, heard.message)
         case ("ended", is_done, nth):
             return prefill.WriteEnded(room, DECODE_RANK, nth, None if is_done else "")
+        case ("digested", generation, True):
+            message = RoomDigests(ROOM, generation, 0, 0, ())
+            return prefill.Digested(room, DECODE_RANK, message)
+        case ("digested", _, False):
+            return prefill.Digested(room, DECODE_RANK, None, "")
         case ("lost",):
             return prefill.PeerLost(DECODE_RANK, "")
         case ("tick", _):
@@ -279,17 +291,19 @@ def _prefill_output(instruction: Any) -> Token | None:
             return "write", tag, places, nbytes, write.completion, slot, write.nth, write.early
         case prefill.CancelWrites():
             return ("cancel",)
+        case prefill.Digest(generation=generation):
+            return "digest", generation
         case prefill.Tell(_, message):
             return "tell", unworded(message)
     return None
 
 
 def decode_automaton(
-    links: tuple[str, ...], computed_first: bool = False
+    links: tuple[str, ...], computed_first: bool = False, verify: Verify = Verify.OFF
 ) -> tuple[Automaton, tuple[Token, ...]]:
     """The table with its links up, and what it has said by then."""
     deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
-    rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first)
+    rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first, verify=verify)
     room = SeenRoom(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
     rooms.handle(Opened(room), 0.0)

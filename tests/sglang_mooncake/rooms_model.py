@@ -39,7 +39,7 @@ from rooms_world import (
     without_tags,
 )
 
-from sglang_mooncake.layout import CompletionRecord
+from sglang_mooncake.layout import CompletionRecord, Verify
 from sglang_mooncake.rooms import prefill_room
 from sglang_mooncake.rooms.arrival import CompletionDisagrees, Expected, has_arrived
 from sglang_mooncake.rooms.room import Room
@@ -80,6 +80,7 @@ class Model:
         compare_seals: False looks at the number of transfers alone (finding A1).
         computed_first: the policy prefill_complete: the room is ready once its prompt is computed.
         by_layers: each chunk is announced when the first of its two layers is filled.
+        digests: all is compared before the decode room is done.
         drop_after_fence: True fences in the loop, and a fence that does not end drops the other
             instructions of its batch (finding A4).
     """
@@ -94,9 +95,11 @@ class Model:
         drop_after_fence: bool = False,
         computed_first: bool = False,
         by_layers: bool = False,
+        digests: bool = False,
     ) -> None:
         self.links = tuple(f"p{nth}" for nth in range(sources))
-        self.decode, said = decode_automaton(self.links, computed_first)
+        verify = Verify.ALL if digests else Verify.OFF
+        self.decode, said = decode_automaton(self.links, computed_first, verify)
         self.prefill = prefill_automaton(computed_first)
         self._computed_first = computed_first
         self._lands_at_once = lands_at_once
@@ -146,7 +149,8 @@ class Model:
         if not self._decode_ends(world.table, world.inbox, world.fences):
             return "the decode room never ends"
         for one in world.sources:
-            if not self._prefill_ends(one.table, one.opened, _under_way(one.transfers)):
+            under_way = _under_way(one.transfers)
+            if not self._prefill_ends(one.table, one.opened, under_way, one.digesting):
                 return "a prefill room never ends"
         return None
 
@@ -169,6 +173,8 @@ class Model:
             state = self.prefill.room(one.table).view.state
             if self.prefill.room(one.table).view.over and one.transfers:
                 return "a prefill room is over while a transfer reads its pages"
+            if self.prefill.room(one.table).view.over and one.digesting is not None:
+                return "a prefill room is over while digests are made of its pages"
             if state is RoomState.DONE and len(one.landed) < PAGES * LAYERS:
                 return "a prefill room is done with a page missing"
         return None
@@ -192,12 +198,15 @@ class Model:
             world = self._to_decode(world, ("tick", FOREVER_S))
         return self.decode.room(world.table).view.over and not self.decode.rooms(world.table)
 
-    def _prefill_ends_uncached(self, table: int, opened: bool, under_way: tuple[int, ...]) -> bool:
+    def _prefill_ends_uncached(
+        self, table: int, opened: bool, under_way: tuple[int, ...], digesting: int | None
+    ) -> bool:
         """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
         # Where the clock starts with the computed prompt, its scheduler computes it or gives up.
         computed = [("computed",)] * self._computed_first
         for token in [
             *(("ended", False, nth) for nth in under_way),
+            *([] if digesting is None else [("digested", digesting, True)]),
             *computed,
             ("tick", FOREVER_S),
         ]:
@@ -226,6 +235,7 @@ class Model:
             yield f"decode loop: {world.inbox[0]}", self._to_decode(rest, world.inbox[0])
         if room.view.state is RoomState.REQUESTED and idle:
             yield from self._poll(world, room)
+        yield from self._compare_steps(world, room)
         for job in world.fences[:1]:
             closed = without_tags(world, job)
             if not is_landing(world, job):
@@ -233,15 +243,39 @@ class Model:
             if closed != world:
                 yield "fence", closed
 
+    def _compare_steps(self, world: World, room: Room) -> Iterator[Step]:
+        """Of the thread that compares digests, once it has something to compare."""
+        for tag in world.comparing:
+            rest = world._replace(comparing=tuple(one for one in world.comparing if one != tag))
+            if room.view.decided:
+                yield "compares nothing", rest
+                continue
+            expected = next(one for one in room.view.expected if one.tag == tag)
+            try:
+                is_here = self._is_here(world, expected)
+            except CompletionDisagrees:
+                is_here = False
+            if is_here:
+                yield "digests are equal", self._to_decode(rest, ("verified", tag, True))
+            if is_here and (after := spend(rest, "failure")):
+                yield "digests differ", self._to_decode(after, ("verified", tag, False))
+
     def _poll(self, world: World, room: Room) -> Iterator[Step]:
         try:
-            if all(self._has_arrived(world, expected) for expected in room.view.expected):
+            if all(self._has_arrived(world, room, one) for one in room.view.expected):
                 inbox = (*world.inbox, ("arrived",))
                 yield "poll: success", world._replace(done=True, inbox=inbox)
         except CompletionDisagrees:
             yield "poll: the completion record disagrees", self._give_up(world, ("broken",))
 
-    def _has_arrived(self, world: World, expected: Expected) -> bool:
+    def _has_arrived(self, world: World, room: Room, expected: Expected) -> bool:
+        """As `DecodeSide.has_arrived` does."""
+        if not self._is_here(world, expected):
+            return False
+        digests = world.completions[expected.slot].digests
+        return not digests or expected.tag in room.view.verified
+
+    def _is_here(self, world: World, expected: Expected) -> bool:
         writes, nbytes = next(
             (count, nbytes) for tag, count, nbytes in world.tags if tag == expected.tag
         )
@@ -272,6 +306,12 @@ class Model:
         if one.opened and state is not RoomState.OPEN:
             yield from self._chunk_steps(world, nth, one.chunks)
         yield from self._message_steps(world, nth, one)
+        if (generation := one.digesting) is not None:
+            rest = with_source(world, nth, digesting=None)
+            yield "has digests", self._to_prefill(rest, nth, ("digested", generation, True))
+            if after := spend(rest, "failure"):
+                failed = self._to_prefill(after, nth, ("digested", generation, False))
+                yield "cannot make digests", failed
         for at in range(len(one.transfers)):
             yield from self._transfer_steps(world, nth, at)
 
@@ -367,6 +407,8 @@ class Model:
                     if world.sources[nth].link_up:
                         asked = (*world.sources[nth].asked, message)
                         world = with_source(world, nth, asked=asked)
+                case ("compare", tag):
+                    world = world._replace(comparing=(*world.comparing, tag))
                 case ("fence", tags) if not self._drop_after_fence:
                     world = world._replace(fences=(*world.fences, tags))
                 case ("fence", tags):
@@ -388,6 +430,8 @@ class Model:
             match output:
                 case ("write", *what):
                     one = one._replace(transfers=(*one.transfers, Transfer(*what)))
+                case ("digest", generation):
+                    one = one._replace(digesting=generation)
                 case ("cancel",):
                     transfers = tuple(each._replace(cancelled=True) for each in one.transfers)
                     one = one._replace(transfers=transfers)

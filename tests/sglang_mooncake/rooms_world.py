@@ -53,6 +53,7 @@ class Source(NamedTuple):
     told: tuple[Heard, ...] = ()  # messages from it
     transfers: tuple[Transfer, ...] = ()
     landed: frozenset[Place] = frozenset()
+    digesting: int | None = None  # of which generation: its pages are being read
     link_up: bool = True
     knows_loss: bool = False
     decode_knows_loss: bool = False
@@ -67,6 +68,7 @@ class World(NamedTuple):
     tags: tuple[tuple[int, int, int], ...] = ()  # open ones: tag, transfers, bytes
     completions: tuple[CompletionRecord, ...] = ()  # by slot
     fences: tuple[tuple[int, ...], ...] = ()  # to be confirmed
+    comparing: tuple[int, ...] = ()  # tags of sources whose digests have come
     given_up: bool = False  # by the decode scheduler
     done: bool = False  # its poll() said so
     #: What another thread has seen on the way here and must not see.

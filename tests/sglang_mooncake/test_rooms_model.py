@@ -10,7 +10,7 @@ import logging
 import pytest
 from rooms_model import FAULTS, Found, Model
 
-from sglang_mooncake.rooms import prefill
+from sglang_mooncake.rooms import prefill, prefill_room
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,12 @@ def test_layers_that_go_before_their_chunk_and_any_two_faults():
 
 
 @pytest.mark.slow
+def test_digests_and_any_two_faults():
+    """No room is done before they are equal, and no page is let go while one is made."""
+    assert_sound(Model(sources=1, faults=FAULTS, budget=2, digests=True).explore(), 8_000, 1)
+
+
+@pytest.mark.slow
 def test_two_prefill_ranks_and_any_fault():
     assert_sound(Model(sources=2, faults=FAULTS, budget=1).explore(), 75_000, 2)
 
@@ -84,6 +90,12 @@ def test_a_last_chunk_that_overtakes_is_found_when_nobody_checks():
 def test_the_completion_record_alone_keeps_the_decode_side_from_a_room_with_a_page_missing():
     problems = Model(sources=1).explore().problems
     assert set(problems) == {"a prefill room is done with a page missing"}
+
+
+def test_a_room_that_lets_its_pages_go_while_digests_are_made_is_found(monkeypatch):
+    monkeypatch.setattr(prefill_room.PrefillRoom, "is_quiet", property(lambda one: not one.writes))
+    problems = Model(sources=1, budget=0, digests=True).explore().problems
+    assert "a prefill room is over while digests are made of its pages" in problems
 
 
 def test_a_batch_that_is_dropped_after_a_late_fence_is_found():
