@@ -69,7 +69,7 @@ class Config:
     registries: Registries = field(default_factory=Registries)
     registry: tuple[str, ...] = ()
     layerwise: bool = False
-    verify: str = "off"
+    verify: str = "sample"
     drop_in: bool = False
     stats_dir: Path | None = None
     status_dir: Path | None = field(default_factory=default_directory)

@@ -151,7 +151,7 @@ SETTINGS: tuple[Setting, ...] = (
         " MiB at most), or all. A request of which something differs fails, and its reason"
         " names pages, layers and both ranks. Where the two servers have different values, the"
         " stricter one counts.",
-        default="off",
+        default="sample",
     ),
     _own(
         "drop_in",
