@@ -255,7 +255,7 @@ class ObjectTable:
         self._claimed.difference_update(key + claim.signature for key in claim.keys)
         for slot in claim.slots:
             self.slab.give_back(slot)
-        self.counts.abandoned += len(claim.slots)
+        self.counts.abandoned += len(claim.keys)
 
     # -- what happens to stored objects
 
