@@ -105,7 +105,7 @@ def test_what_somebody_has_stored_meanwhile_is_there_already(
     wanted = [Verdict.GRANTED] * N
     wanted[2:4] = [Verdict.EXISTS] * 2
     assert verdicts == wanted
-    assert is_right(far_guest, 1)
+    until(lambda: is_right(far_guest, 1), "the guest is told of what it has published")
     assert is_right(owner, 1)
     assert own_of(owner).stats().bytes_used == used + used // 2, "two slots were given back"
 
