@@ -95,6 +95,40 @@ class LargeObjects:
 
         return self._each(keys, destination, get_part, (Got.RIGHT,))
 
+    def get_range(
+        self,
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        offset: int,
+        destination: Pieces,
+        timeout_s: float = 5.0,
+    ) -> list[Got]:
+        """See ``Store.get_range``."""
+        if not 0 <= offset <= nbytes - destination.object_bytes:
+            raise ValueError(
+                f"{destination.object_bytes} bytes from {offset} on are no part of an object of"
+                f" {nbytes} bytes"
+            )
+        until_s = time.monotonic() + timeout_s
+        outcomes = [Got.RIGHT] * len(keys)
+        for first, end in self._parts(nbytes):
+            begin, until = max(first, offset), min(end, offset + destination.object_bytes)
+            rows = [row for row, one in enumerate(outcomes) if one is Got.RIGHT]
+            if begin >= until or not rows:
+                continue
+            some = self._store.get_range(
+                _part_keys(keys[rows], nbytes, first, end),
+                signature,
+                end - first,
+                begin - first,
+                destination.cut(begin - offset, until - offset).of(rows),
+                until_s - time.monotonic(),
+            )
+            for row, one in zip(rows, some, strict=True):
+                outcomes[row] = one
+        return outcomes
+
     def remove(self, keys: Keys, signature: bytes, nbytes: int) -> list[Removed]:
         """See ``Store.remove``; ``nbytes``: the size of each."""
         outcomes = self._store.remove(keys, _of_sizes(signature))  # First, as it is put last.
@@ -102,6 +136,12 @@ class LargeObjects:
             some = self._store.remove(_part_keys(keys, nbytes, first, end), signature)
             outcomes = [max(both, key=_TELLING) for both in zip(outcomes, some, strict=True)]
         return outcomes
+
+    def clear(self, signature: bytes) -> int:
+        """See ``Store.clear``: how many objects, not how many parts."""
+        objects = self._store.clear(_of_sizes(signature))
+        self._store.clear(signature)
+        return objects
 
     def _each(
         self,

@@ -57,6 +57,35 @@ def test_what_was_stored_in_parts_comes_back(
     assert large.sizes(KEYS, SIG).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("way", ["owner", "tcp_guest"])
+@pytest.mark.parametrize("offset", [0, 499_999, 500_000, NBYTES - 600_001])
+def test_a_range_of_several_parts_is_read(
+    request: pytest.FixtureRequest, owner: Store, way: str, offset: int
+) -> None:
+    store: Store = request.getfixturevalue(way)
+    until(store._owners.usable, "the owner is known")
+    large = LargeObjects(store, PART)
+    large.put(KEYS, SIG, filled(store, N, NBYTES).pieces)
+    back = Room(store, N, 600_001)
+    assert large.get_range(KEYS, SIG, NBYTES, offset, back.split(2, 599_999)) == [Got.RIGHT] * N
+    assert (back.bytes == contents(N, NBYTES)[:, offset : offset + 600_001]).all()
+    owner.clear(SIG)
+    assert Got.RIGHT not in large.get_range(KEYS, SIG, NBYTES, offset, back.pieces)
+    with pytest.raises(ValueError, match=f"600001 bytes from {NBYTES} on are no part of an object"):
+        large.get_range(KEYS, SIG, NBYTES, NBYTES, back.pieces)
+
+
+def test_all_of_a_signature_are_removed_and_counted(owner: Store) -> None:
+    large = LargeObjects(owner, PART)
+    large.put(KEYS, SIG, filled(owner, N, NBYTES).pieces)
+    large.put(KEYS, bytes(16), filled(owner, N, NBYTES).pieces)
+    assert large.clear(SIG) == N
+    assert large.sizes(KEYS, SIG).tolist() == [0] * N
+    assert large.sizes(KEYS, bytes(16)).tolist() == [NBYTES] * N
+    assert large.clear(bytes(16)) == N
+    assert len(owner) == 0
+
+
 def test_one_part_that_is_missing_is_a_miss(owner: Store) -> None:
     large = LargeObjects(owner, PART)
     room = filled(owner, N, NBYTES)
