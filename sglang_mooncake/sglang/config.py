@@ -71,6 +71,8 @@ class Config:
     layerwise: bool = False
     verify: str = "sample"
     drop_in: bool = False
+    #: Settings of the store by their names, for `mooncake.store`.
+    store: Mapping[str, Any] = field(default_factory=dict)
     stats_dir: Path | None = None
     status_dir: Path | None = field(default_factory=default_directory)
     story_rooms: int = STORY_ROOMS

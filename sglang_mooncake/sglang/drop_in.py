@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake.engine`` and ``nixl`` over te, with this process's settings, for programs that were
-written for Mooncake or NIXL (`SGLANG_MOONCAKE_DROP_IN`)."""
+"""``mooncake.engine`` and ``nixl`` over te and ``mooncake.store`` over kvstore, with this process's
+settings, for programs that were written for Mooncake or NIXL (`SGLANG_MOONCAKE_DROP_IN`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from typing import Final, NoReturn
 
 import te
 from bootstrap_server.settings.values import ConfigError
+from kvstore.store import Store
 from sglang_mooncake import mooncake_face, nixl_face
+from sglang_mooncake.faces import mooncake_store
 from sglang_mooncake.nixl_face.notices import TeNotices
 from sglang_mooncake.sglang.config import INSECURE, Config
+from sglang_mooncake.sglang.store.options import config_of
 from sglang_mooncake.sglang.transports import open_engine
 
-__all__ = ["NAMES", "install", "nixl_options", "options", "register"]
+__all__ = ["NAMES", "install", "nixl_options", "options", "register", "store_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +38,20 @@ _EXIT_CODE: Final = 70  # EX_SOFTWARE of sysexits.h
 
 
 def install(config: Config | None = None) -> None:
-    """For programs without a plugin of ours, before they import ``mooncake.engine`` or ``nixl``;
-    whatever the setting says. ``config``: default, the settings of the environment.
+    """For programs without a plugin of ours, before they import ``mooncake`` or ``nixl``; whatever
+    the setting says. ``config``: default, the settings of the environment.
 
     Raises:
         config.ConfigError: what it says.
-        RuntimeError: ``mooncake.engine`` or ``nixl`` was imported in this process before.
+        RuntimeError: one of the modules that are replaced was imported in this process before.
     """
     config = Config.from_environment() if config is None else config
     mooncake_face.install(options(config))
+    mooncake_store.install(store_options(config))
     nixl_face.install(nixl_options(config))
     logger.warning(
-        "mooncake.engine and nixl are te in this process (%s); its peers need the same",
+        "mooncake.engine and nixl are te, and mooncake.store is kvstore, in this process (%s); its"
+        " peers need the same",
         " ".join(sys.orig_argv[:6]),
     )
 
@@ -77,6 +82,19 @@ def options(config: Config) -> mooncake_face.Options:
         insecure=config.insecure,
         how_to_insist=f"{INSECURE}=1",
     )
+
+
+def store_options(config: Config) -> mooncake_store.Options:
+    """The store's settings (`SGLANG_MOONCAKE_STORE`), and for its engine those of the hand-over.
+    Devices that the caller names count if there are several hosts and the operator names none."""
+
+    def open_it(setup: mooncake_store.Setup) -> Store:
+        nics = config.nics or setup.devices
+        given = {"memory": setup.segment_bytes} | dict(config.store)
+        label = f"mooncake.store of {setup.hostname}"
+        return Store(config_of(given, replace(config, nics=nics), label=label))
+
+    return mooncake_store.Options(open_store=open_it)
 
 
 def nixl_options(config: Config) -> nixl_face.Options:
@@ -138,10 +156,10 @@ def _stop(error: Exception) -> NoReturn:
     sentences = error.sentences if isinstance(error, ConfigError) else ()
     if not sentences:
         traceback.print_exc()
-        sentences = (f"mooncake.engine and nixl cannot be replaced: {error}",)
+        sentences = (f"mooncake and nixl cannot be replaced: {error}",)
     sys.stderr.write("".join(f"sglang-mooncake: {one}\n" for one in sentences))
     sys.stderr.write(
-        "The process stops here: it would otherwise run without te. Leave SGLANG_MOONCAKE_DROP_IN"
+        "The process stops here: it would otherwise run without us. Leave SGLANG_MOONCAKE_DROP_IN"
         " out to have it run so.\n"
     )
     sys.stderr.flush()

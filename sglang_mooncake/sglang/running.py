@@ -22,8 +22,9 @@ _SWITCH: Final = f"{PREFIX}DROP_IN"
 _PATH: Final = "PYTHONPATH"
 
 DESCRIPTION: Final = """\
-Runs a command in whose Python processes mooncake.engine and nixl are te. The command's own flags
-stay as they are. All settings of the hand-over count (sglang-mooncake config shows them).
+Runs a command in whose Python processes mooncake.engine and nixl are te, and mooncake.store is
+kvstore. The command's own flags stay as they are. All settings of the hand-over count
+(sglang-mooncake config shows them).
 
   sglang-mooncake run -- vllm serve MODEL \\
       --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

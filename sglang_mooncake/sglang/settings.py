@@ -4,6 +4,7 @@ by the same name. docs/configuration.md is written out of these rows."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from bootstrap_server.settings.rows import Setting
@@ -55,6 +56,16 @@ def _row(table: str, name: str, kind: Kind, help_: str, **more: Any) -> Setting:
     variable = f"{PREFIX}{name.upper()}"
     more["others"] = (*more.pop("others", ()), *VARIABLES.get(name.upper(), ()))
     return Setting(table=table, name=name, kind=kind, help=help_, variable=variable, **more)
+
+
+def _json_object(given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except ValueError as error:
+        raise ValueError(f"give a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("give a JSON object, in braces")
+    return value
 
 
 def _engine(name: str, kind: Kind, help_: str, **more: Any) -> Setting:
@@ -156,10 +167,19 @@ SETTINGS: tuple[Setting, ...] = (
     _own(
         "drop_in",
         switch(),
-        "`mooncake.engine` and `nixl` are te in the processes of this server: for SGLang's"
-        " encoders, remote weights and backend `nixl`, and for vLLM's connectors of NIXL and"
-        " Mooncake. The peers of such a server need the same setting.",
+        "`mooncake.engine` and `nixl` are te, and `mooncake.store` is kvstore, in the processes of"
+        " this server: for SGLang's encoders, remote weights, backend `nixl` and HiCache backend"
+        " `mooncake`, and for vLLM's and LMCache's connectors of NIXL and Mooncake. The peers of"
+        " such a server need the same setting.",
         default="0",
+    ),
+    _own(
+        "store",
+        Kind('JSON object, `{"memory": "16GiB"}`', _json_object),
+        "Settings of the [store](kvstore.md#settings) for programs that use it by Mooncake's names"
+        " (`mooncake.store`), such as `index`, `owner`, `copies`, `disk` and `disk_size`. `memory`"
+        " is what the program says, unless it is given here.",
+        unset="the store's defaults",
     ),
     _own(
         "register_timeout_s",

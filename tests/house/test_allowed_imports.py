@@ -46,6 +46,8 @@ ALLOWED = {
     # Of these, what is installed.
     "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
+    "sglang_mooncake/faces": set(),
+    "sglang_mooncake/faces/mooncake_store": {"kvstore", "numpy", "te"},
     "sglang_mooncake/router": {"aiohttp", "bootstrap_server", "msgspec", "te", "uvloop", "zmq"},
     SGLANGS: {
         "bootstrap_server",

@@ -38,5 +38,5 @@ def test_a_pair_answers_as_one_server(fleet: Fleet, reference: Reference) -> Non
     assert not compare(expected, answers)
     for server in (pair.prefill, pair.decode):
         log = server.process.log_text()
-        assert "mooncake.engine and nixl are te in this process" in log
+        assert "mooncake.engine and nixl are te, and mooncake.store is kvstore" in log
         assert "nixl is te: agent" in log

@@ -140,7 +140,7 @@ def test_a_program_that_is_run_has_te_once_it_imports_nixl() -> None:
         "import nixl_cu12._api as api; print(api.nixl_agent.bindings.__name__)"
     )
     assert done.stdout.split() == ["False", "nixl._bindings"], done.stderr
-    assert "mooncake.engine and nixl are te in this process" in done.stderr
+    assert "mooncake.engine and nixl are te, and mooncake.store is kvstore" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import string
 import tomllib
 
@@ -49,6 +50,7 @@ VALUES = {
     "sglang_mooncake.layerwise": SWITCHES,
     "sglang_mooncake.verify": st.sampled_from(["off", "sample", "all"]),
     "sglang_mooncake.drop_in": SWITCHES,
+    "sglang_mooncake.store": st.dictionaries(WORDS, WORDS | st.integers()).map(json.dumps),
     "sglang_mooncake.register_timeout_s": SECONDS,
     "sglang_mooncake.link_timeout_s": SECONDS,
     "sglang_mooncake.stats_dir": WORDS,

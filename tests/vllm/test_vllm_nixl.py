@@ -110,7 +110,7 @@ def test_a_pair_answers_as_one_server(servers: Servers) -> None:
     assert servers.came() > before
     for name in ("prefill", "decode"):
         log = (servers.logs / f"{name}.log").read_text()
-        assert "mooncake.engine and nixl are te in this process" in log
+        assert "mooncake.engine and nixl are te, and mooncake.store is kvstore" in log
 
 
 def test_blocks_of_the_prefill_server_are_free_once_they_were_read(servers: Servers) -> None:

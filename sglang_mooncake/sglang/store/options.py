@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -14,7 +14,7 @@ from kvstore.values import typed
 from sglang_mooncake.sglang.config import Config as Settings
 from te.transports.registry import WITHOUT_DEVICES
 
-__all__ = ["Options"]
+__all__ = ["Options", "config_of"]
 
 LAYERS_PER_READ: Final = 4
 LOAD_TIMEOUT_S: Final = 10.0
@@ -57,10 +57,17 @@ class Options:
             raise ValueError(
                 f"layers_per_read={layers} and load_timeout_s={timeout_s} must be positive"
             )
-        settings = Settings.from_environment()
-        store = Config.of(rest, settings.keys, OWN)
-        store = replace(store, engine=replace(_engine(settings, store), label=label))
+        store = config_of(rest, Settings.from_environment(), OWN, label)
         return cls(store, weights, layers, timeout_s, admission)
+
+
+def config_of(
+    given: Mapping[str, Any], settings: Settings, others: Collection[str] = (), label: str = ""
+) -> Config:
+    """The store's own settings, with the hand-over's for its engine. ``ValueError`` names what is
+    unknown or wrong. ``others``: names that the caller has taken out."""
+    store = Config.of(given, settings.keys, others)
+    return replace(store, engine=replace(_engine(settings, store), label=label))
 
 
 def _engine(settings: Settings, store: Config) -> te.Config:
