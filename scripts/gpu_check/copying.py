@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""te's copies to and from a GPU, without an engine."""
+"""te's copies to and from a GPU, without another engine; digests of what lies there."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+import te
 from gpu_check.blocks import GUARD, contents, image, pieces
 from gpu_check.child import Failed, Task
 from te.memory_kinds import MemoryKind, kind_of
 from te_bench import _gpu
 from te_bench.gpu import Gpu
 
-__all__ = ["FROM_HOST", "TO_HOST", "WITHIN", "copier"]
+__all__ = ["FROM_HOST", "TO_HOST", "WITHIN", "copier", "digests"]
 
 #: Direction of te/core/kinds.h.
 TO_HOST: Final = 0
@@ -61,6 +63,45 @@ def copier(task: Task) -> dict[str, Any]:
     unpin()
     gpu.free(device)
     return {"found": {"copied_nbytes": copied, "largest_piece_nbytes": largest}}
+
+
+def digests(task: Task) -> dict[str, Any]:
+    """Of scattered units in the GPU's memory, and in a copy of it in the host's, they are equal. A
+    byte that is changed in the GPU's shows in its unit alone."""
+    gpu = Gpu()
+    nbytes = task.scaled(MEMORY_BYTES, 1 << 20)
+    device, host = gpu.allocate(nbytes), np.array(contents(1, nbytes))
+    gpu.upload(device, host)
+    rates = {}
+    with te.Engine(te.Config(transports=("tcp",))) as engine:
+        engine.register(device, nbytes)
+        engine.register(host)
+        digester = engine.digester()
+        for unit, pieces_n in ((1 << 14, 1), (1 << 14, 16), (3000, 3)):
+            task.doing(f"digests of units of {unit} bytes in {pieces_n} pieces")
+            starts = np.arange(nbytes // unit, dtype=np.uint64) * np.uint64(unit)
+            np.random.default_rng(unit).shuffle(starts)
+            step = unit // pieces_n
+            offsets = np.arange(pieces_n, dtype=np.uint64) * np.uint64(step)
+            sizes = np.full(pieces_n, step - 8, np.uint64)
+            right = digester.digests(starts + np.uint64(host.ctypes.data), offsets, sizes)
+            began_s = time.perf_counter()
+            found = digester.digests(starts + np.uint64(device), offsets, sizes)
+            rates[f"{unit} in {pieces_n}"] = round(
+                len(starts) * int(sizes.sum()) / (time.perf_counter() - began_s) / 1e9, 3
+            )
+            if (found != right).any():
+                raise Failed(f"units of {unit} bytes: {int((found != right).sum())} digests differ")
+            changed = np.array(host)
+            changed[int(starts[0]) + 1] ^= 1
+            gpu.upload(device, changed)
+            found = digester.digests(starts + np.uint64(device), offsets, sizes)
+            gpu.upload(device, host)
+            if np.flatnonzero(found != right).tolist() != [0]:
+                raise Failed(f"units of {unit} bytes: a changed byte shows in other digests")
+        digester.close()
+    gpu.free(device)
+    return {"found": {"gb_per_s": rates}}
 
 
 def _copy(

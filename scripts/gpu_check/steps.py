@@ -46,6 +46,7 @@ STEPS: Final = (
     Step("machine", "facts", "gpu_check.facts:machine", 30.0),
     Step("kinds", "correctness", "gpu_check.facts:kinds", 60.0),
     Step("copier", "correctness", "gpu_check.copying:copier", 90.0),
+    Step("digests", "correctness", "gpu_check.copying:digests", 90.0),
     *_both("bytes", "gpu_check.pairs:all_bytes", 120.0),
     *_both("allocations", "gpu_check.pairs:allocations", 120.0),
     *_both("arrivals", "gpu_check.pairs:arrivals", 90.0),

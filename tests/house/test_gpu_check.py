@@ -75,7 +75,12 @@ def test_steps_run_and_pass(
 @pytest.mark.by_turns
 @pytest.mark.parametrize(
     "patterns",
-    ["bytes-tcp,allocations-*", "arrivals-*,cancels-*", "fences-*,kills-samehost", "remaps-*"],
+    [
+        "bytes-tcp,allocations-*",
+        "arrivals-*,cancels-*",
+        "fences-*,kills-samehost,digests",
+        "remaps-*",
+    ],
 )
 def test_all_that_is_checked_holds(python: str, tmp_path: Path, patterns: str) -> None:
     status, found = run(python, tmp_path, "--only", patterns)

@@ -125,9 +125,9 @@ class Report:
         return [
             (
                 "compared by digests",
-                f"{digests['equal']:,} equal, {digests['different']:,} not{verdict}",
+                f"{digests['equal']:,.0f} equal, {digests['different']:,.0f} not{verdict}",
             ),
-            ("cells digested", f"{digests['cells']:,} ({digests['bytes'] / MIB:.1f} MiB)"),
+            ("cells digested", f"{digests['cells']:,.0f} ({digests['bytes'] / MIB:.1f} MiB)"),
         ]
 
     def _overlapped(self) -> list[tuple[str, str]]:
