@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 from bootstrap_server.admission.exposure import exposure
 from sglang_mooncake.mooncake_face.names import TransferOpcode
@@ -41,7 +41,7 @@ class TransferEngine(Transferring):
         raise AttributeError(
             f"sglang-mooncake's {type(self).__name__} has no {name}: it has what copies memory, but"
             " no messages between engines, no copies on CUDA's streams and no table of devices;"
-            " Mooncake's store and Mooncake's EP need the engine of the mooncake package"
+            " Mooncake's EP needs the engine of the mooncake package"
         )
 
     # -- the engine
@@ -91,6 +91,10 @@ class TransferEngine(Transferring):
     ) -> int:
         """The same."""
         return self.initialize(local_hostname, metadata_server, protocol, device_name)
+
+    def get_engine(self) -> Self:
+        """What `setup` of ``mooncake.store`` is given, which has an engine of its own here."""
+        return self
 
     def get_rpc_port(self) -> int:
         """The port of this engine's session. ``RuntimeError`` before ``initialize``."""

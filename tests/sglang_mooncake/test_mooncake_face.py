@@ -391,6 +391,9 @@ def test_the_connection_not_used_for_longest_goes_for_a_new_one() -> None:
 
 def test_what_te_has_not_is_named() -> None:
     engine = near()
-    assert not hasattr(engine, "get_engine")
-    with pytest.raises(AttributeError, match=r"TransferEngine has no get_engine.*Mooncake's store"):
-        engine.get_engine()
+    assert engine.get_engine() is engine
+    assert not hasattr(engine, "get_engine_ptr")
+    with pytest.raises(
+        AttributeError, match=r"TransferEngine has no get_engine_ptr.*Mooncake's EP"
+    ):
+        engine.get_engine_ptr()

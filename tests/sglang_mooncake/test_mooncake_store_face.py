@@ -320,7 +320,8 @@ def test_without_anybody_who_lends_a_put_fails(tmp_path) -> None:
 
 def test_without_a_buffer_bytes_of_python_are_refused(directory, store, caplog) -> None:
     other = store_of(directory)
-    assert other.setup("h", "s", 0, 0, "tcp", "", "m:1") == 0
+    # With an engine, as SGLang gives its own for "rdma".
+    assert other.setup("h", "P2PHANDSHAKE", 0, 0, "rdma", "", "m:1", object()) == 0
     store.put("k", b"v")
     assert (other.put("x", b"v"), other.get("k"), other.is_exist("x")) == (-600, b"", 0)
     assert "do not fit into the 0 of setup's local_buffer_size" in caplog.text
