@@ -21,8 +21,10 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "own caches, random": {"routing": "random"},
     "own caches, balanced": {},
     "own caches, cache-aware": {"routing": "aware"},
+    "own caches, our router": {"routing": "router"},
     "pool, balanced": {"pooled": True},
     "pool, cache-aware": {"pooled": True, "routing": "aware"},
+    "pool, our router": {"pooled": True, "routing": "router"},
 }
 
 

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
 from kvstore_tools.traces import BLOCK_TOKENS, BlockCache, Request
+from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.known import first_of
+from sglang_mooncake.router.placement import Figures, best, expect
 
 __all__ = ["ROUTINGS", "Cluster", "Outcome", "Rates", "capacity", "simulate"]
 
-ROUTINGS: Final = ("random", "balanced", "aware")
+ROUTINGS: Final = ("random", "balanced", "aware", "router")
 """How an instance is chosen: at random; the one that is free first; the one that is expected to be
-done first, with what is cached where."""
+done first, with what is cached where; by the choice of `sglang-mooncake router`, which knows what
+is cached where and in queues, and has to learn from what was computed how long that takes."""
 FACTOR_MIN, FACTOR_MAX, FACTOR_STEP = 1 / 16, 64.0, 1.02
 """Between which arrival rates ``capacity`` looks, in times the trace's, and how closely."""
 IN_TIME: Final = 0.9
@@ -115,6 +119,20 @@ class _Instance:
         self.network_free_s = 0.0
         #: When it is expected to have done all that it was given.
         self.done_s = 0.0
+        #: What the router has learnt of it, and expects of the prompts that have not ended.
+        self.fit = WorkFit()
+        self.expected_s: deque[float] = deque()
+        self.queued: Counter[int] = Counter()
+        #: When the first of those began, and how many tokens of it are computed.
+        self.begun_s = 0.0
+        self.computed = 0
+
+    def expected_wait_s(self, now_s: float) -> float:
+        """As the router reckons it: of the first prompt what has passed is done."""
+        if not self.expected_s:
+            return 0.0
+        done_s = min(max(now_s - self.begun_s, 0.0), self.expected_s[0])
+        return sum(self.expected_s) - done_s
 
 
 class _Simulation:
@@ -155,6 +173,8 @@ class _Simulation:
         instance = self._instances[place]
         instance.done_s = max(instance.done_s, now_s) + expected_s
         instance.queue.append(number)
+        instance.expected_s.append(expected_s)
+        instance.queued.update(self._requests[number].hash_ids)
         if not instance.is_busy:
             self._begin(place, now_s)
 
@@ -164,6 +184,8 @@ class _Simulation:
         if routing == "random":
             place = self._random.randrange(len(self._instances))
             return place, self._work_s(number, place)
+        if routing == "router":
+            return self._routed(number, now_s)
         waits_s = [max(one.done_s - now_s, 0.0) for one in self._instances]
         if routing == "balanced":
             place = waits_s.index(min(waits_s))
@@ -172,6 +194,20 @@ class _Simulation:
         totals_s = [wait_s + one_s for wait_s, one_s in zip(waits_s, work_s, strict=True)]
         place = totals_s.index(min(totals_s))
         return place, work_s[place]
+
+    def _routed(self, number: int, now_s: float) -> tuple[int, float]:
+        request = self._requests[number]
+        figures = []
+        for place, one in enumerate(self._instances):
+            hits = self._found(number, place)[0]
+            if one.cache is not None:
+                queued = first_of(one.queued, request.hash_ids) * BLOCK_TOKENS
+                hits = max(hits, min(queued, max(request.input_length - 1, 0)))
+            wait_s, fit = one.expected_wait_s(now_s), one.fit
+            under_way = len(one.expected_s)
+            figures.append(Figures(wait_s, fit.fixed_s, fit.token_s, hits, under_way))
+        place = best(request.input_length, figures, self._random)
+        return place, expect(request.input_length, figures[place]).work_s
 
     def _work_s(self, number: int, place: int) -> float:
         cached, remote = self._found(number, place)
@@ -203,6 +239,7 @@ class _Simulation:
             instance.network_free_s = begun_s + self._rates.load_s(remote)
             start_s = max(now_s, instance.network_free_s)
         compute_s = self._rates.compute_s(self._requests[number].input_length, cached)
+        instance.begun_s, instance.computed = now_s, self._requests[number].input_length - cached
         self._cached_tokens += cached
         self._compute_s += compute_s
         heapq.heappush(self._ends, (start_s + compute_s, number, place))
@@ -211,6 +248,12 @@ class _Simulation:
         instance = self._instances[place]
         blocks = self._requests[number].hash_ids
         self._ttft_s[number] = now_s - self._arrivals_s[number]
+        instance.fit.learn(instance.computed, now_s - instance.begun_s)
+        instance.expected_s.popleft()
+        for block in blocks:
+            instance.queued[block] -= 1
+            if not instance.queued[block]:
+                del instance.queued[block]
         if instance.cache is not None:
             if self._cluster.pooled:
                 new = blocks[instance.cache.run(blocks) :]

@@ -44,7 +44,8 @@ ALLOWED = {
     "kvstore/rules": {"numpy"},
     "kvstore/tiers": {"numpy", "obstore", "xxhash"},
     # Of these, what is installed.
-    "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "te"},
+    # The router's choice, which is pure, is simulated, too.
+    "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "sglang_mooncake", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     "sglang_mooncake/faces": set(),
     "sglang_mooncake/faces/mooncake_store": {"kvstore", "numpy", "te"},

@@ -115,6 +115,25 @@ def test_routings() -> None:
     assert again == other, "the same seed is the same chance"
 
 
+def test_the_routers_own_function_learns_and_chooses() -> None:
+    """It has to find out how long computing takes, and knows what is cached and what is queued."""
+    learning = [prompt(10_000 * n, *range(100 * n, 100 * n + 1 + n % 3)) for n in range(12)]
+    at_s = 200_000.0
+    trace = [
+        *learning,
+        prompt(at_s, 1, 2, 3, 4),
+        prompt(at_s + 1000, 1, 2, 3, 4, 5),
+        prompt(at_s + 1001, 7),
+        prompt(at_s + 9000, 1, 2, 3, 4, 5, 6),
+    ]
+    got = simulate(trace, replace(ONE, instances=2, routing="router"))
+    queued, other, cached = got.ttft_s[-3:]
+    assert queued == 4 * BLOCK_S - 1000 + BLOCK_S, "worth waiting for what is being computed"
+    assert other == BLOCK_S, "nothing to wait for"
+    assert cached == BLOCK_S
+    assert got == simulate(trace, replace(ONE, instances=2, routing="router")), "the same seed"
+
+
 @settings(max_examples=60)
 @given(prompts, clusters)
 def test_whatever_comes(trace: list[Request], cluster: Cluster) -> None:
@@ -188,6 +207,10 @@ def test_the_published_orderings_hold(trace: Path) -> None:
     assert pool.mean_s >= pool_aware.mean_s
     assert own_random.mean_s > own.mean_s
     assert 0.05 < 1 - pool_aware.mean_s / own_aware.mean_s < 0.25
+    router, pool_router = (found[f"{one}, our router"] for one in ("own caches", "pool"))
+    assert router.mean_s < own.mean_s
+    assert router.hit_ratio > 0.95 * own_aware.hit_ratio, "what it learns is as good as known rates"
+    assert pool_router.hit_ratio > router.hit_ratio
 
 
 @pytest.mark.slow
