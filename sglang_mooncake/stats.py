@@ -175,9 +175,6 @@ class Recorder:
         story = tell(room, self._context.role, self._context.name, now_s, writes=writes)
         if writes and view.state is RoomState.DONE:
             self.handed_over(now_s - view.times.named_s)
-        self.stories.add(story)
-        for listener in self._listeners:
-            listener(story)
         self._ends[story.end] += 1
         match view.state:
             case RoomState.DONE:
@@ -187,6 +184,9 @@ class Recorder:
             case _:
                 self._rooms["failed"] += 1
                 self.failures.note(view.reason)
+        self.stories.add(story)
+        for listener in self._listeners:
+            listener(story)
 
     def rooms(self) -> dict[str, int]:
         """How many rooms ended how, and how many are open. Any thread may ask."""
