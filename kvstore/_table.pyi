@@ -8,13 +8,43 @@ import numpy.typing as npt
 
 Buffer: TypeAlias = bytes | bytearray | npt.NDArray[Any]
 
-class Table:
-    """Entries of up to 1,024 owners. A key may have several: one of each owner and fingerprint.
-
-    Guarded by the interpreter's lock; nothing in it waits.
-    """
+class Reader:
+    """Reads a table. A key may have several entries: one of each owner and fingerprint."""
 
     def __len__(self) -> int: ...
+    @property
+    def ranks(self) -> bytes:
+        """Those that the table's process has set: see ``look_up``."""
+
+    def look_up(self, keys: Buffer, fingerprint: int, ranks: Buffer, places: Buffer) -> int:
+        """Finds the entries with one fingerprint; returns how many there are.
+
+        Args:
+            keys: digests of 16 bytes, one after another.
+            fingerprint: of the signature and the size (``changes.fingerprint_of``).
+            ranks: a byte for each owner, below 128. Of several owners one that has the object in
+                memory is taken (``changes.LOWER_TIER``), of these the one of the highest rank; 0
+                leaves an owner out.
+            places: of dtype ``changes.PLACE``, one for each key; is written.
+        """
+
+class Mirror(Reader):
+    """Another process's table. What that one changes at the moment is looked at again, for some
+    hundred microseconds at most; then it is not found."""
+
+    def __init__(self, memory: Any) -> None:
+        """``memory``: its file, mapped. ``ValueError`` if it is none."""
+
+class Table(Reader):
+    """Entries of up to 1,024 owners, in a memory file of its own.
+
+    Guarded by the interpreter's lock; nothing in it waits. ``OSError`` if there is no memory file
+    for it, ``MemoryError`` if it has become too large.
+    """
+
+    #: Of the file, for reading.
+    fd: int
+
     @property
     def nbytes(self) -> int:
         """The memory that it takes, in bytes."""
@@ -29,17 +59,8 @@ class Table:
     def drop(self, owner: int) -> int:
         """Forgets an owner's entries; returns how many these were."""
 
-    def look_up(self, keys: Buffer, fingerprint: int, ranks: Buffer, places: Buffer) -> int:
-        """Finds the entries with one fingerprint; returns how many there are.
-
-        Args:
-            keys: digests of 16 bytes, one after another.
-            fingerprint: of the signature and the size (``changes.fingerprint_of``).
-            ranks: a byte for each owner, below 128. Of several owners one that has the object in
-                memory is taken (``changes.LOWER_TIER``), of these the one of the highest rank; 0
-                leaves an owner out.
-            places: of dtype ``changes.PLACE``, one for each key; is written.
-        """
+    def set_rank(self, owner: int, rank: int) -> None:
+        """For ``ranks``. ``ValueError`` for a rank above 127."""
 
 def sole_owner(places: Buffer) -> int:
     """The number of the owner that has all of these in memory, by a look-up: ``places`` has dtype

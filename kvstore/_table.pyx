@@ -7,13 +7,21 @@
 # It is cut into shards, which grow one by one. A table in one piece kept other threads, such as
 # SGLang's scheduler, from running for up to 1.9 s while it grew to 7 million entries; with shards
 # they wait no longer than beside a thread that does something else (30 ms on two busy cores).
+#
+# It lies in a memory file, from where other processes read it (Mirror). Behind a head with the ranks
+# and the shards comes a heap of entries; the file is as large as a table can ever be, and has pages
+# only where something was written. A shard's number is odd while the shard changes: who reads takes
+# what he has found only if the number is even, and the same before and after.
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_Check
 from libc.stdint cimport int8_t, uint16_t, uint32_t, uint64_t, uint8_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
+
+import fcntl
+import mmap
+import os
 
 ctypedef uint8_t u8
 ctypedef uint16_t u16
@@ -22,9 +30,32 @@ ctypedef uint64_t u64
 
 cdef extern from *:
     """
+    #include <sched.h>
+    #include <sys/mman.h>
     static inline void look_ahead(const void *p) { __builtin_prefetch(p); }
+    static inline unsigned long load_number(const unsigned long *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline unsigned long load_relaxed(const unsigned long *p) {
+        return __atomic_load_n(p, __ATOMIC_RELAXED);
+    }
+    static inline void begin_change(unsigned long *p) {
+        __atomic_store_n(p, *p + 1, __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    }
+    static inline void end_change(unsigned long *p) { __atomic_store_n(p, *p + 1, __ATOMIC_RELEASE); }
+    static inline void after_reads(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+    static inline void wait_a_little(int is_long) { if (is_long) sched_yield(); }
+    static inline void free_pages(void *p, unsigned long n) { (void)madvise(p, n, MADV_REMOVE); }
     """
     void look_ahead(const void *p) noexcept nogil
+    u64 load_number(const u64 *p) noexcept nogil
+    u64 load_relaxed(const u64 *p) noexcept nogil
+    void begin_change(u64 *p) noexcept nogil
+    void end_change(u64 *p) noexcept nogil
+    void after_reads() noexcept nogil
+    void wait_a_little(int is_long) noexcept nogil
+    void free_pages(void *p, u64 n) noexcept nogil
 
 cdef extern from "Python.h":
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size) except NULL
@@ -46,6 +77,16 @@ cdef enum:
     AT_ONCE = 1024  # changes, after which other threads may have the interpreter's lock
     SHARDS_AT_ONCE = 16
     IN_MEMORY = 128  # ranks are below it
+    PAGE = 4096
+    RANKS_AT = 4096      # in the file; before them, what kind of file it is
+    SHARDS_AT = 8192
+    HEAP_AT = 131072
+    CLASSES = 40         # of blocks of the heap: each is twice as large as the one before
+    LOOKS = 200          # at a shard that changes; behind them, each look gives the processor up
+    LOOKS_MAX = 400      # then what is there is not found: whoever changed the shard may have ended
+
+cdef u64 MAGIC = 0x31656c6261547653  # and the version of all that is laid out here
+cdef u64 FILE_BYTES = <u64>1 << 36   # 2 thousand million entries
 
 cdef u32 LOWER_TIER = 0xFFFFFFFF  # the slot of an object that does not lie in memory
 
@@ -66,8 +107,11 @@ cdef struct Change:  # kvstore.objects.changes.CHANGE
     u32 op
 
 cdef struct Shard:
-    Entry *entries   # NULL before the first one
-    u64 mask, used, gone
+    u64 number       # see above
+    u64 entries      # where they begin in the file; 0 before the first one
+    u64 mask
+    u64 used, gone   # for who writes
+    u64[3] unused
 
 cdef struct Place:   # kvstore.objects.changes.PLACE
     u32 slot
@@ -98,36 +142,176 @@ cdef inline u8 rank_of(const Entry *e, const u8 *ranks) noexcept nogil:
     return rank | IN_MEMORY if rank and e.slot != LOWER_TIER else rank
 
 
-cdef class Table:
-    cdef Shard *shards
-    cdef u64 used, places
-    cdef u64 counts[OWNERS]
+cdef inline Entry *entries_of(u8 *base, const Shard *shard) noexcept nogil:
+    """Only if there are any."""
+    return <Entry *>(base + shard.entries)
 
-    def __cinit__(self):
-        self.shards = <Shard *>calloc(SHARDS, sizeof(Shard))
-        if self.shards is NULL:
-            raise MemoryError
-        self.used = self.places = 0
-        memset(self.counts, 0, sizeof(self.counts))
+
+cdef void probe(
+    const Entry *entries, u64 mask, u64 hashed, const u64 *key, u32 fingerprint, const u8 *ranks,
+    Place *place,
+) noexcept nogil:
+    """What is known of a key, into zeros. Ends with the entries, whatever is in them."""
+    cdef const Entry *e
+    cdef u8 best = 0, rank
+    cdef u64 i
+    for i in range(mask + 1):
+        e = &entries[(hashed + i) & mask]
+        if e.state == FREE:
+            return
+        if e.state == USED and e.owner < OWNERS and same(e.key, key):
+            rank = rank_of(e, ranks) if e.fingerprint == fingerprint else 0
+            if e.fingerprint != fingerprint and place.found == MISSING:
+                place.found = OTHER
+            place.copies += rank > 0 and place.copies < 255
+            if rank > best:
+                best = rank
+                place.slot, place.generation = e.slot, e.generation
+                place.owner, place.found = e.owner, FOUND
+
+
+cdef class Reader:
+    """What reads a table, in the process that writes it or in another one."""
+    cdef Py_buffer memory
+    cdef bint is_open
+    cdef u8 *base
+    cdef u64 nbytes_mapped
+
+    cdef int open(self, object memory, bint is_written) except -1:
+        PyObject_GetBuffer(memory, &self.memory, PyBUF_WRITABLE if is_written else PyBUF_SIMPLE)
+        self.is_open = True
+        if self.memory.len < HEAP_AT:
+            raise ValueError(f"{self.memory.len} bytes are no table")
+        self.base, self.nbytes_mapped = <u8 *>self.memory.buf, self.memory.len
+        return 0
 
     def __dealloc__(self):
-        cdef int i
-        if self.shards is not NULL:
-            for i in range(SHARDS):
-                free(self.shards[i].entries)
-            free(self.shards)
+        if self.is_open:
+            PyBuffer_Release(&self.memory)
+
+    cdef inline Shard *shards(self) noexcept nogil:
+        return <Shard *>(self.base + SHARDS_AT)
 
     def __len__(self):
-        return self.used
+        return (<u64 *>self.base)[1]
+
+    @property
+    def ranks(self):
+        return PyBytes_FromStringAndSize(<char *>self.base + RANKS_AT, OWNERS)
+
+    def look_up(self, object keys, u32 fingerprint, object ranks, object places):
+        cdef Py_buffer key_view, rank_view, place_view
+        cdef Py_ssize_t n
+        cdef u64 found
+        PyObject_GetBuffer(keys, &key_view, PyBUF_SIMPLE)
+        PyObject_GetBuffer(ranks, &rank_view, PyBUF_SIMPLE)
+        PyObject_GetBuffer(places, &place_view, PyBUF_WRITABLE)
+        try:
+            n = key_view.len // KEY
+            if key_view.len % KEY or place_view.len != n * <Py_ssize_t>sizeof(Place):
+                raise ValueError(f"{key_view.len} bytes of keys, {place_view.len} of places")
+            if rank_view.len != OWNERS:
+                raise ValueError(f"{rank_view.len} ranks, and {OWNERS} are needed")
+            found = self.find(<u64 *>key_view.buf, n, fingerprint, <u8 *>rank_view.buf,
+                              <Place *>place_view.buf)
+        finally:
+            PyBuffer_Release(&place_view)
+            PyBuffer_Release(&rank_view)
+            PyBuffer_Release(&key_view)
+        return found
+
+    cdef u64 find(
+        self, const u64 *keys, Py_ssize_t n, u32 fingerprint, const u8 *ranks, Place *places
+    ) noexcept nogil:
+        cdef Py_ssize_t i
+        cdef u64 found = 0, hashed
+        cdef Shard *later
+        for i in range(n):
+            if i + 8 < n:
+                hashed = hash_of(&keys[2 * (i + 8)])
+                later = shard_of(self.shards(), hashed)
+                look_ahead(&entries_of(self.base, later)[hashed & later.mask])
+            self.find_one(&keys[2 * i], fingerprint, ranks, &places[i])
+            found += places[i].found == FOUND
+        return found
+
+    cdef void find_one(
+        self, const u64 *key, u32 fingerprint, const u8 *ranks, Place *place
+    ) noexcept nogil:
+        cdef u64 hashed = hash_of(key), number, at, mask
+        cdef Shard *shard = shard_of(self.shards(), hashed)
+        cdef int look
+        for look in range(LOOKS_MAX):
+            number = load_number(&shard.number)
+            if number & 1 == 0:
+                at, mask = load_relaxed(&shard.entries), load_relaxed(&shard.mask)
+                memset(place, 0, sizeof(Place))
+                if at != 0 and self.has(at, mask):
+                    probe(<Entry *>(self.base + at), mask, hashed, key, fingerprint, ranks, place)
+                after_reads()
+                if load_relaxed(&shard.number) == number:
+                    return
+            wait_a_little(look > LOOKS)
+        memset(place, 0, sizeof(Place))
+
+    cdef inline bint has(self, u64 at, u64 mask) noexcept nogil:
+        """Whether entries can be there: what is read while it changes may be anything."""
+        return (
+            mask & (mask + 1) == 0
+            and mask < self.nbytes_mapped // sizeof(Entry)
+            and HEAP_AT <= at <= self.nbytes_mapped - (mask + 1) * sizeof(Entry)
+        )
+
+
+cdef class Mirror(Reader):
+    def __init__(self, object memory):
+        self.open(memory, False)
+        if (<u64 *>self.base)[0] != MAGIC:
+            raise ValueError("this is no table of the store, or one of another release")
+
+
+cdef class Table(Reader):
+    cdef u64 places, top
+    cdef u64 *used  # in the file
+    cdef u64 counts[OWNERS]
+    cdef u64 free_blocks[CLASSES]  # where the first one of each class begins, and has the next
+    cdef readonly int fd
+
+    def __cinit__(self):
+        self.fd = -1
+        self.places = 0
+        memset(self.counts, 0, sizeof(self.counts))
+        memset(self.free_blocks, 0, sizeof(self.free_blocks))
+        fd = os.memfd_create("kvstore-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, FILE_BYTES)
+            # Who has it mapped must never find it shorter.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.open(mmap.mmap(fd, FILE_BYTES), True)
+            self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        self.top = HEAP_AT
+        self.used = <u64 *>self.base + 1
+        (<u64 *>self.base)[0] = MAGIC
+
+    def __dealloc__(self):
+        if self.fd >= 0:
+            os.close(self.fd)
 
     @property
     def nbytes(self):
-        return self.places * sizeof(Entry) + SHARDS * sizeof(Shard)
+        return self.places * sizeof(Entry) + HEAP_AT
 
     def count(self, u32 owner):
         if owner >= OWNERS:
             raise ValueError(f"owner {owner} must be below {OWNERS}")
         return self.counts[owner]
+
+    def set_rank(self, u32 owner, u8 rank):
+        if owner >= OWNERS or rank >= IN_MEMORY:
+            raise ValueError(f"owner {owner} must be below {OWNERS}, rank {rank} below {IN_MEMORY}")
+        self.base[RANKS_AT + owner] = rank
 
     def apply(self, u32 owner, object changes):
         """Adds and removals of one owner, in order."""
@@ -165,150 +349,136 @@ cdef class Table:
             if i % SHARDS_AT_ONCE == 0:
                 with nogil:
                     pass
-            dropped += self.drop_in(&self.shards[i], owner)
+            dropped += self.drop_in(&self.shards()[i], owner)
         return dropped
 
     cdef u64 drop_in(self, Shard *shard, u32 owner) noexcept nogil:
         cdef u64 i, dropped = 0
-        if shard.entries is NULL:
+        cdef Entry *entries = entries_of(self.base, shard)
+        if shard.entries == 0:
             return 0
+        begin_change(&shard.number)
         for i in range(shard.mask + 1):
-            if shard.entries[i].state == USED and shard.entries[i].owner == owner:
-                shard.entries[i].state = GONE
+            if entries[i].state == USED and entries[i].owner == owner:
+                entries[i].state = GONE
                 dropped += 1
+        end_change(&shard.number)
         shard.used -= dropped
         shard.gone += dropped
-        self.used -= dropped
+        self.used[0] -= dropped
         self.counts[owner] -= dropped
         return dropped
 
-    def look_up(self, object keys, u32 fingerprint, object ranks, object places):
-        cdef Py_buffer key_view, rank_view, place_view
-        cdef Py_ssize_t n
-        cdef u64 found
-        PyObject_GetBuffer(keys, &key_view, PyBUF_SIMPLE)
-        PyObject_GetBuffer(ranks, &rank_view, PyBUF_SIMPLE)
-        PyObject_GetBuffer(places, &place_view, PyBUF_WRITABLE)
-        try:
-            n = key_view.len // KEY
-            if key_view.len % KEY or place_view.len != n * <Py_ssize_t>sizeof(Place):
-                raise ValueError(f"{key_view.len} bytes of keys, {place_view.len} of places")
-            if rank_view.len != OWNERS:
-                raise ValueError(f"{rank_view.len} ranks, and {OWNERS} are needed")
-            found = self.find(<u64 *>key_view.buf, n, fingerprint, <u8 *>rank_view.buf,
-                              <Place *>place_view.buf)
-        finally:
-            PyBuffer_Release(&place_view)
-            PyBuffer_Release(&rank_view)
-            PyBuffer_Release(&key_view)
-        return found
-
-    cdef u64 find(
-        self, const u64 *keys, Py_ssize_t n, u32 fingerprint, const u8 *ranks, Place *places
-    ) noexcept nogil:
-        cdef Py_ssize_t i
-        cdef u64 found = 0, hashed
-        cdef Shard *later
-        for i in range(n):
-            if i + 8 < n:
-                hashed = hash_of(&keys[2 * (i + 8)])
-                later = shard_of(self.shards, hashed)
-                look_ahead(&later.entries[hashed & later.mask])
-            self.find_one(&keys[2 * i], fingerprint, ranks, &places[i])
-            found += places[i].found == FOUND
-        return found
-
-    cdef void find_one(
-        self, const u64 *key, u32 fingerprint, const u8 *ranks, Place *place
-    ) noexcept nogil:
-        cdef u64 hashed = hash_of(key)
-        cdef Shard *shard = shard_of(self.shards, hashed)
-        cdef u64 at = hashed & shard.mask
-        cdef Entry *e
-        cdef u8 best = 0, rank
-        memset(place, 0, sizeof(Place))
-        if shard.entries is NULL:
-            return
-        while True:
-            e = &shard.entries[at]
-            if e.state == FREE:
-                return
-            if e.state == USED and same(e.key, key):
-                rank = rank_of(e, ranks) if e.fingerprint == fingerprint else 0
-                if e.fingerprint != fingerprint and place.found == MISSING:
-                    place.found = OTHER
-                place.copies += rank > 0 and place.copies < 255
-                if rank > best:
-                    best = rank
-                    place.slot, place.generation = e.slot, e.generation
-                    place.owner, place.found = e.owner, FOUND
-            at = (at + 1) & shard.mask
-
     cdef int add(self, u32 owner, Change *c) except -1:
         cdef u64 hashed = hash_of(c.key)
-        cdef Shard *shard = shard_of(self.shards, hashed)
-        cdef Entry *e = entry_of(shard, hashed, owner, c)
+        cdef Shard *shard = shard_of(self.shards(), hashed)
+        cdef Entry *e = self.entry_of(shard, hashed, owner, c)
         if e is NULL:
-            if 4 * (shard.used + shard.gone + 1) > 3 * (shard.mask + 1):
+            if 4 * (shard.used + shard.gone + 1) > 3 * (shard.mask + 1) or shard.entries == 0:
                 self.grow(shard)
-            e = place_for(shard, hashed)
+            e = place_for(entries_of(self.base, shard), shard.mask, hashed)
             shard.gone -= e.state == GONE
-            e.key[0], e.key[1] = c.key[0], c.key[1]
-            e.fingerprint, e.owner, e.state = c.fingerprint, owner, USED
             shard.used += 1
-            self.used += 1
+            self.used[0] += 1
             self.counts[owner] += 1
+        begin_change(&shard.number)
+        e.key[0], e.key[1] = c.key[0], c.key[1]
+        e.fingerprint, e.owner, e.state = c.fingerprint, owner, USED
         e.slot, e.generation = c.slot, c.generation
+        end_change(&shard.number)
         return 0
 
     cdef void remove(self, u32 owner, Change *c) noexcept:
         """Of this generation: what came to the same key since then stays."""
         cdef u64 hashed = hash_of(c.key)
-        cdef Shard *shard = shard_of(self.shards, hashed)
-        cdef Entry *e = entry_of(shard, hashed, owner, c)
+        cdef Shard *shard = shard_of(self.shards(), hashed)
+        cdef Entry *e = self.entry_of(shard, hashed, owner, c)
         if e is not NULL and e.generation == c.generation and e.slot == c.slot:
+            begin_change(&shard.number)
             e.state = GONE
+            end_change(&shard.number)
             shard.used -= 1
             shard.gone += 1
-            self.used -= 1
+            self.used[0] -= 1
             self.counts[owner] -= 1
+
+    cdef Entry *entry_of(self, Shard *shard, u64 hashed, u32 owner, Change *c) noexcept nogil:
+        cdef Entry *entries = entries_of(self.base, shard)
+        cdef Entry *e
+        cdef u64 at = hashed & shard.mask
+        if shard.entries == 0:
+            return NULL
+        while True:
+            e = &entries[at]
+            if e.state == FREE:
+                return NULL
+            if e.state == USED and e.owner == owner and e.fingerprint == c.fingerprint and same(e.key, c.key):
+                return e
+            at = (at + 1) & shard.mask
 
     cdef int grow(self, Shard *shard) except -1:
         """Twice as large if it is half full, else as large, without what is gone."""
-        cdef Entry *old = shard.entries
-        cdef u64 i, count = shard.mask + 1 if old is not NULL else 0
+        cdef u64 former = shard.entries
+        cdef Entry *old = entries_of(self.base, shard)
+        cdef u64 i, count = shard.mask + 1 if former else 0
         cdef u64 more = max(count * 2 if 2 * shard.used >= count else count, <u64>SMALLEST)
-        cdef Entry *fresh = <Entry *>calloc(more, sizeof(Entry))
-        if fresh is NULL:
-            raise MemoryError(f"no memory for {more} entries")
-        shard.entries, shard.mask, shard.gone = fresh, more - 1, 0
-        self.places += more - count
+        cdef u64 at = self.allocate(more)
+        cdef Entry *fresh = <Entry *>(self.base + at)
         for i in range(count):
             if old[i].state == USED:
-                memcpy(place_for(shard, hash_of(old[i].key)), &old[i], sizeof(Entry))
-        free(old)
+                memcpy(place_for(fresh, more - 1, hash_of(old[i].key)), &old[i], sizeof(Entry))
+        begin_change(&shard.number)
+        shard.entries, shard.mask = at, more - 1
+        end_change(&shard.number)
+        shard.gone = 0
+        self.places += more - count
+        if former:
+            self.give_back(former, count)
         return 0
 
+    cdef u64 allocate(self, u64 count) except 0:
+        """A block of so many entries, a power of two; of zeros."""
+        cdef u64 nbytes = count * sizeof(Entry), at
+        cdef int kind = class_of(count)
+        at = self.free_blocks[kind]
+        if at:
+            self.free_blocks[kind] = (<u64 *>(self.base + at))[0]
+        else:
+            # Of whole pages, if it has some, so that they can be freed.
+            at = (self.top + min(nbytes, <u64>PAGE) - 1) // min(nbytes, <u64>PAGE) * min(nbytes, <u64>PAGE)
+            if nbytes > self.nbytes_mapped - at:
+                raise MemoryError(f"no room in the table for {count} entries")
+            self.top = at + nbytes
+        memset(self.base + at, 0, min(nbytes, <u64>PAGE) if is_freed(nbytes) else nbytes)
+        return at
 
-cdef Entry *entry_of(Shard *shard, u64 hashed, u32 owner, Change *c) noexcept nogil:
-    cdef u64 at = hashed & shard.mask
-    cdef Entry *e
-    if shard.entries is NULL:
-        return NULL
-    while True:
-        e = &shard.entries[at]
-        if e.state == FREE:
-            return NULL
-        if e.state == USED and e.owner == owner and e.fingerprint == c.fingerprint and same(e.key, c.key):
-            return e
-        at = (at + 1) & shard.mask
+    cdef void give_back(self, u64 at, u64 count) noexcept:
+        """Nobody uses this block any more, but who has read where it is, and looks again."""
+        cdef u64 nbytes = count * sizeof(Entry)
+        cdef int kind = class_of(count)
+        (<u64 *>(self.base + at))[0] = self.free_blocks[kind]
+        self.free_blocks[kind] = at
+        if is_freed(nbytes):
+            free_pages(self.base + at + PAGE, nbytes - PAGE)
 
 
-cdef Entry *place_for(Shard *shard, u64 hashed) noexcept nogil:
-    cdef u64 at = hashed & shard.mask
-    while shard.entries[at].state == USED:
-        at = (at + 1) & shard.mask
-    return &shard.entries[at]
+cdef inline bint is_freed(u64 nbytes) noexcept nogil:
+    """Whether the pages of a block are freed when it is given back, but for the first one."""
+    return nbytes >= 16 * PAGE
+
+
+cdef inline int class_of(u64 count) noexcept nogil:
+    cdef int kind = 0
+    while <u64>1 << kind < count:
+        kind += 1
+    return kind
+
+
+cdef Entry *place_for(Entry *entries, u64 mask, u64 hashed) noexcept nogil:
+    cdef u64 at = hashed & mask
+    while entries[at].state == USED:
+        at = (at + 1) & mask
+    return &entries[at]
 
 
 def sole_owner(object places):

@@ -75,6 +75,7 @@ def serve(
                     memory = _memory(config, brought)
                     stack.callback(memory.close)
                 store = stack.enter_context(Store(replace(config, owner="rank"), memory))
+                stack.enter_context(store.answering(place.calls))
                 hosting.ready(agreement.wishes(replace(config, linger_s=stays_s)), memory)
                 with started(store):
                     hosting.run()

@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -26,19 +29,23 @@ from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.owners import Owners
+from kvstore.client.pool import Pool
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
 from kvstore.client.status import QUESTION, StoreStatus
 from kvstore.config import Config
+from kvstore.host.answers import PoolAnswers
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
+from kvstore.host.pool import HostManaging, HostPool
 from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import ANY, LOWER_TIER, OWNERS_MAX, Found, Keys, fingerprint_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
-from te.status import process_name
+from kvstore.owner.answering import Answerer
+from te.status import StatusSocket, process_name
 
 __all__ = ["Store"]
 
@@ -68,23 +75,19 @@ class Store:
         self._puts: Counter[str] = Counter()
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
+        self.load_times: Final = LoadTimes()
+        self._lease: Lease | None = None
         with contextlib.ExitStack() as undo:
-            self._lease = lease = self._join_owner(undo)
-            members, host = join(self._config)
-            undo.callback(members.close)
-            engine = replace(self._config.engine, keys=members.data_keys, host=host)
-            self._engine = undo.enter_context(te.Engine(engine))
-            self._memory = Memory(self._engine)
-            self._rooms = HeaderRooms(self._engine)
-            copier = Copier()
+            if self._config.owner == "host" and self._config.memory:
+                self._owners: Pool = self._of_host(undo)
+                self._managing: Managing = HostManaging(self._owners)
+            else:
+                self._owners = self._of_its_own(undo, memory)
+                self._managing = Managing(self._owners)
+            memory_used = self._memory
+            self._rooms = HeaderRooms(lambda: memory_used.engine)
+            self._copier = copier = Copier()
             undo.callback(copier.close)
-            self.load_times: Final = LoadTimes()
-            self._owners = Owners(self._engine, self._config, members, self.load_times, memory)
-            undo.callback(self._owners.close)
-            if lease is not None:
-                lease.on_join = self._owners.look_soon
-                if lease.is_joined:
-                    self._owners.wait_usable(self._config.request_timeout_s)
             #: For ``Load``.
             self.gets: Final = Gets(
                 self._owners,
@@ -94,21 +97,60 @@ class Store:
                 self.load_times,
                 self._config.verify,
             )
-            self._managing = Managing(self._owners)
             self._putting = Puts(self._owners, self._memory, self._config.copies, copier)
-            self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
 
-    def _join_owner(self, undo: contextlib.ExitStack) -> Lease | None:
-        """The use of the host's owner, if that one lends instead of this process."""
-        if self._config.owner != "host" or not self._config.memory:
-            return None
-        directory = Directory(self._config.directory)
+    def _of_its_own(self, undo: contextlib.ExitStack, memory: MemoryFile | None) -> Owners:
+        """This process's part of the store, which lends memory, or none, and knows the others."""
+        members, host = join(self._config)
+        undo.callback(members.close)
+        settings = replace(self._config.engine, keys=members.data_keys, host=host)
+        engine = undo.enter_context(te.Engine(settings))
+        engine.add_answers({QUESTION: lambda _: self.status()})
+        self._memory = Memory(lambda: engine)
+        owners = Owners(self._memory.engine, self._config, members, self.load_times, memory)
+        undo.callback(owners.close)
+        if owners.own is not None:
+            self._memory.know(owners.own.region, owners.own.buffer)
+        return owners
+
+    def _of_host(self, undo: contextlib.ExitStack) -> HostPool:
+        """The host's owner: that one lends memory, and knows the others."""
+        config = self._config
+        directory = Directory(config.directory)
         undo.callback(directory.close)
-        lease = Lease(self._config, Place(self._config.directory))
-        undo.callback(lease.close)
-        self._config = self._config.lending_nothing
-        return lease
+        place = Place(config.directory)
+        self._lease = Lease(config, place)
+        undo.callback(self._lease.close)
+        self._config = config.lending_nothing
+        keys = config.keys.data if config.index else (directory.key(),)
+        settings = replace(config.engine, keys=keys, status_dir=None)
+        self._memory = Memory(lambda: undo_later.enter_context(te.Engine(settings)))
+        undo_later = undo.enter_context(contextlib.ExitStack())
+        if config.engine.status_dir is not None:
+            self._answer_status(config.engine.status_dir, undo)
+        pool = HostPool(self._lease, place, self._memory, self.load_times, config.request_timeout_s)
+        undo.callback(pool.close)
+        return pool
+
+    def _answer_status(self, directory: Path, undo: contextlib.ExitStack) -> None:
+        """As an engine does. It works without, too."""
+        try:
+            answers = {QUESTION: lambda _: self.status()}
+            socket = StatusSocket(directory, secrets.token_hex(16), answers)
+        except te.StatusSocketError as exc:
+            logger.warning("kvstore top cannot ask this process how its store is: %s", exc)
+        else:
+            undo.callback(socket.close)
+
+    def answering(self, path: Path) -> AbstractContextManager[Answerer]:
+        """Answers processes of this host that use this one's memory, and all other owners through
+        it (``kvstore.host``), on a Unix socket. ``OSError`` if it cannot listen."""
+        own, pool = self._owners.own, self._owners
+        assert own is not None, "who lends nothing has no users"
+        assert isinstance(pool, Owners), "it uses another one itself"
+        answers = PoolAnswers(own, pool, self._memory, self.gets, self._copier, self._config.memory)
+        return contextlib.closing(Answerer(own, path, answers, [pool.table.fd]))
 
     def __enter__(self) -> Self:
         return self
@@ -264,6 +306,9 @@ class Store:
         _check_shapes(keys, signature, source)
         until = Deadline(timeout_s) if deadline is None else deadline
         outcomes = self._putting.put(keys, signature, source, until)
+        if self._config.copies > 1 and isinstance(self._owners, HostPool):
+            stored = [row for row, one in enumerate(outcomes) if one in (Put.STORED, Put.EXISTS)]
+            self._owners.copy(keys[stored], signature, source.object_bytes, self._config.copies)
         _count(self._puts, outcomes, Put)
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
@@ -277,7 +322,7 @@ class Store:
         """
         lease = self._lease
         # The next owner of the host takes over what the last one had.
-        is_asked = lease is None or (lease.is_joined and bool(self._owners.usable()))
+        is_asked = lease is None or bool(self._owners.usable())
         outcomes = self._managing.remove(keys, signature)
         return outcomes if is_asked else [Removed.UNREACHABLE] * len(keys)
 
@@ -324,13 +369,13 @@ class Store:
             bytes_got=self._bytes_got,
             bytes_put=self._bytes_put,
             admission=self.load_times.counts,
-            table_bytes=self._owners.table.nbytes,
+            table_bytes=self._owners.table_bytes,
             label=self._config.engine.label,
         )
 
     def __len__(self) -> int:
         """Objects that this process knows of, copies counted."""
-        return len(self._owners.table)
+        return len(self._owners)
 
     def _count_lookups(self, found: npt.NDArray[np.bool_], rejected: npt.NDArray[np.bool_]) -> None:
         here, other = int(found.sum()), int(rejected.sum())

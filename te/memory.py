@@ -23,7 +23,7 @@ from te.memory_kinds.ring import Ring
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
-__all__ = ["RIGHTS", "Region", "RegionTable", "Remote"]
+__all__ = ["RIGHTS", "Region", "RegionTable", "Remote", "described"]
 
 Remote = Literal["tagged", "read", "read-tagged", "read-write", "none"]
 """What peers may do in a region: ``Engine.register`` explains each."""
@@ -125,7 +125,7 @@ class RegionTable:
             raise RegistrationError(
                 f"location={location!r} is not a memory location; give cpu:0, cuda:0 or *"
             )
-        address, nbytes, owner = _describe(buffer_or_address, nbytes)
+        address, nbytes, owner = described(buffer_or_address, nbytes)
         if nbytes < 1:
             raise RegistrationError(f"a region needs at least one byte, not {nbytes}")
         if not 0 < address < ADDRESS_LIMIT or nbytes > ADDRESS_LIMIT - address:
@@ -296,8 +296,9 @@ def _distance(region: Region, address: int) -> int:
     return max(region.address - address, address - region.end, 0)
 
 
-def _describe(source: Any, nbytes: int | None) -> tuple[int, int, object]:
-    """Address, size and owner of what was handed to ``register``."""
+def described(source: Any, nbytes: int | None) -> tuple[int, int, object]:
+    """Address, size and owner of what is handed to ``Engine.register``. ``RegistrationError`` if it
+    is neither an address with a size nor a buffer that can be written."""
     if isinstance(source, (int, np.integer)):
         if nbytes is None:
             raise RegistrationError("an address needs nbytes")

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.mapped_reads import MappedGroup
 from kvstore.client.memory import Memory
-from kvstore.client.owners import Owners
+from kvstore.client.pool import Pool
 from kvstore.client.promoting import promoted_parts
 from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms
 from kvstore.objects.changes import LOWER_TIER, PLACE, Found, Keys, Records, fingerprint_of
@@ -54,7 +55,7 @@ class Gets:
 
     def __init__(
         self,
-        owners: Owners,
+        owners: Pool,
         memory: Memory,
         rooms: HeaderRooms,
         copier: Copier,
@@ -92,8 +93,7 @@ class Gets:
                 open_keys, fingerprint, self._owners.ranks_without(failed)
             )
             found = self._groups(keys, signature, span.nbytes, open_rows, places, outcomes)
-            near = [one for one in found if is_readable and one.source.window is not None]
-            groups = [one for one in found if not (is_readable and one.source.window is not None)]
+            near, groups = _by_way(found, is_readable)
             self._read(groups, destination, span, outcomes, deadline_s, near=near, at_once=at_once)
             if outcomes.count(Got.RIGHT) == len(keys):
                 break
@@ -106,7 +106,9 @@ class Gets:
             failed.update(group.source.number for group in groups if group.failed is not None)
         below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
         if below:
-            self._get_below(keys, signature, destination, span, below, outcomes, deadline_s)
+            self._get_below(
+                keys, signature, destination, span, below, outcomes, deadline_s, is_readable
+            )
         return outcomes
 
     # -- part by part (``kvstore.loading``)
@@ -281,6 +283,7 @@ class Gets:
         rows: Sequence[int],
         outcomes: list[Got],
         deadline_s: float,
+        is_readable: bool,
     ) -> None:
         """Reads objects that lie in the lower tier, as far as their owners promote them: some at a
         time, as they push out each other. Ends after a few rounds that have brought nothing."""
@@ -298,7 +301,8 @@ class Gets:
                 for part, places in parts:
                     groups = self._groups(keys, signature, nbytes, rows[part], places, outcomes)
                     read += groups
-                    self._read(groups, destination, span, outcomes, deadline_s)
+                    near, far = _by_way(groups, is_readable)
+                    self._read(far, destination, span, outcomes, deadline_s, near=near)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
             left = [row for row in rows if outcomes[row] in TO_PROMOTE]
             for row, one in zip(rows, before, strict=True):
@@ -326,6 +330,13 @@ class Gets:
             if count:
                 below = int(source_of(np.uint16(number), np.True_))
                 self._load_times.measured(below, took_s, count * nbytes)
+
+
+def _by_way(groups: Sequence[Group], is_readable: bool) -> tuple[list[Group], list[Group]]:
+    """Those that are copied out of memory of this host, and those that te reads. ``is_readable``:
+    the processor can write the destination."""
+    near = [is_readable and one.source.window is not None for one in groups]
+    return list(compress(groups, near)), list(compress(groups, [not one for one in near]))
 
 
 def _cancel(groups: Sequence[Group]) -> None:

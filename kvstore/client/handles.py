@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 import te
+from kvstore.client.aheads import Aheads
 from kvstore.client.following import Followed
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
@@ -36,6 +37,7 @@ from kvstore.protocol.messages import (
     InMemory,
     Pin,
     Pins,
+    Placed,
     Promote,
     Publish,
     Published,
@@ -51,7 +53,7 @@ from kvstore.protocol.messages import (
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import Promoted, PromotionState
 
-__all__ = ["Handle", "LocalHandle", "RemoteHandle"]
+__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle"]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
@@ -201,30 +203,32 @@ class LocalHandle:
         return _answer_after(self._owner.clear_soon(signature), Gone)
 
 
-class RemoteHandle:
-    """Another process's."""
+class AskedHandle:
+    """Another process's, which is asked by messages."""
 
     def __init__(
         self,
-        owner: Followed,
-        engine: te.Engine,
         source: Source,
-        caller: Caller | None,
+        name: str,
+        writer: Callable[[], te.Identity],
         timeout_s: float,
+        aheads: Aheads | None = None,
     ) -> None:
-        """``caller``: for an owner of this host. ``timeout_s``: for answers that need no waiting at
-        the owner."""
+        """``name``: of the owner. ``writer``: the engine that writes what is claimed.
+        ``timeout_s``: for answers that need no waiting at the owner. ``aheads``: claims for later
+        puts; without it, none are made."""
         self.source = source
-        self._caller = caller
-        self._owner = owner
-        self._engine = engine
+        self._aheads = aheads
+        self._name = name
+        self._writer = writer
         self._timeout_s = timeout_s
         #: By claim: what it is for.
         self._claimed: dict[int, _Claimed] = {}
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
         """See ``Handle``."""
-        question = Claim(keys.tobytes(), signature, nbytes, self._engine.id, self._engine.epoch)
+        writer = self._writer()
+        question = Claim(keys.tobytes(), signature, nbytes, writer.id, writer.epoch)
         granted = self._ask(question, Granted, min(timeout_s, self._timeout_s))
         with self._sense("a claim"):
             verdicts = _of_each(keys, granted.verdicts, Verdict)
@@ -240,7 +244,7 @@ class RemoteHandle:
 
     def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> Grant | None:
         """See ``Handle``. One of another shape is given up."""
-        ahead = self._owner.aheads.take()
+        ahead = None if self._aheads is None else self._aheads.take()
         if ahead is None:
             return None
         if ahead.nbytes != nbytes or len(ahead.grant.slots) < len(keys):
@@ -251,39 +255,6 @@ class RemoteHandle:
         verdicts = [Verdict.GRANTED] * len(keys)
         return Grant(grant.claim_id, grant.tag, verdicts, grant.slots[: len(keys)])
 
-    @property
-    def take_bytes_max(self) -> int:
-        """See ``Handle``. Larger objects are written by te."""
-        return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
-
-    def take(
-        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
-    ) -> Sequence[Verdict] | None:
-        """See ``Handle``. In one question; None if other threads have all lines to the owner."""
-        nbytes, until_s = pieces.object_bytes, time.monotonic() + min(timeout_s, self._timeout_s)
-        answer: Answer | None = None
-        if self._caller is not None:
-            question = Take(keys.tobytes(), signature, nbytes)
-            answer = self._caller.ask_with_tray(
-                lambda address: gather(pieces, address), question, until_s - time.monotonic()
-            )
-        if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
-            data = np.empty(len(pieces) * nbytes, np.uint8)
-            gather(pieces, data.ctypes.data)
-            answer = self._owner.asker.ask(
-                Store(keys.tobytes(), signature, nbytes, data.tobytes()),
-                until_s - time.monotonic(),
-            )
-        if answer is None:
-            return None
-        taken = self._expected(answer, Stored)
-        with self._sense("what it has stored"):
-            verdicts = [Verdict.GRANTED] * len(keys)
-            if taken.verdicts != [_GRANTED] * len(keys):
-                verdicts = _of_each(keys, taken.verdicts, Verdict)
-            self._owner.learn(keys, signature, nbytes, taken.placed)
-        return verdicts
-
     def publish(
         self, grant: Grant, checksums: U64 | None, timeout_s: float
     ) -> tuple[str, Sequence[Verdict]]:
@@ -293,7 +264,7 @@ class RemoteHandle:
         question = Publish(
             grant.claim_id,
             b"" if checksums is None else checksums.astype("<u8").tobytes(),
-            len(keys) if len(keys) * nbytes <= AHEAD_BYTES_MAX else 0,
+            len(keys) if self._aheads is not None and len(keys) * nbytes <= AHEAD_BYTES_MAX else 0,
             keys.tobytes() if is_ahead else b"",
             signature,
         )
@@ -305,15 +276,10 @@ class RemoteHandle:
                 verdicts = _of_each(keys, published.verdicts, Verdict)
                 keys = keys[[one is Verdict.GRANTED for one in verdicts]]
             if published.placed is not None:
-                self._owner.learn(keys, signature, nbytes, published.placed)
-            if published.ahead is not None:
-                self._owner.aheads.keep(published.ahead, nbytes, begun_s)
+                self._learn(keys, signature, nbytes, published.placed)
+            if published.ahead is not None and self._aheads is not None:
+                self._aheads.keep(published.ahead, nbytes, begun_s)
         return published.why_not, verdicts
-
-    def abandon(self, claim_id: int) -> None:
-        """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the
-        claim's deadline."""
-        self._owner.ask_soon(Abandon(claim_id))
 
     def promote(
         self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
@@ -352,6 +318,94 @@ class RemoteHandle:
                 raise ValueError(f"{len(sizes)} answers for {len(keys)} objects")
             return sizes
 
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``."""
+        raise NotImplementedError
+
+    def _answer(self, question: Question, timeout_s: float) -> Answer:
+        """``NoAnswer``."""
+        raise NotImplementedError
+
+    def _learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
+        """What the owner says of where it has stored these. ``ValueError`` for nonsense."""
+
+    def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
+        return self._expected(self._answer(question, timeout_s), kind)
+
+    @contextmanager
+    def _sense(self, what: str) -> Iterator[None]:
+        """Another process may answer anything."""
+        try:
+            yield
+        except ValueError as exc:
+            raise NoAnswer(f"owner {self._name} answers nonsense of {what}: {exc}") from exc
+
+    def _expected(self, answer: Answer, kind: type[Wanted]) -> Wanted:
+        if not isinstance(answer, kind):
+            raise NoAnswer(f"owner {self._name} answers with {type(answer).__name__}")
+        return answer
+
+
+class RemoteHandle(AskedHandle):
+    """That of another process that lends memory."""
+
+    def __init__(
+        self,
+        owner: Followed,
+        engine: te.Engine,
+        source: Source,
+        caller: Caller | None,
+        timeout_s: float,
+    ) -> None:
+        """``caller``: for an owner of this host. ``timeout_s``: see ``AskedHandle``."""
+        super().__init__(
+            source,
+            owner.name,
+            lambda: te.Identity(engine.id, engine.epoch),
+            timeout_s,
+            owner.aheads,
+        )
+        self._caller = caller
+        self._owner = owner
+
+    @property
+    def take_bytes_max(self) -> int:
+        """See ``Handle``. Larger objects are written by te."""
+        return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
+
+    def take(
+        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+    ) -> Sequence[Verdict] | None:
+        """See ``Handle``. In one question; None if other threads have all lines to the owner."""
+        nbytes, until_s = pieces.object_bytes, time.monotonic() + min(timeout_s, self._timeout_s)
+        answer: Answer | None = None
+        if self._caller is not None:
+            question = Take(keys.tobytes(), signature, nbytes)
+            answer = self._caller.ask_with_tray(
+                lambda address: gather(pieces, address), question, until_s - time.monotonic()
+            )
+        if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
+            data = np.empty(len(pieces) * nbytes, np.uint8)
+            gather(pieces, data.ctypes.data)
+            answer = self._owner.asker.ask(
+                Store(keys.tobytes(), signature, nbytes, data.tobytes()),
+                until_s - time.monotonic(),
+            )
+        if answer is None:
+            return None
+        taken = self._expected(answer, Stored)
+        with self._sense("what it has stored"):
+            verdicts = [Verdict.GRANTED] * len(keys)
+            if taken.verdicts != [_GRANTED] * len(keys):
+                verdicts = _of_each(keys, taken.verdicts, Verdict)
+            self._learn(keys, signature, nbytes, taken.placed)
+        return verdicts
+
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the
+        claim's deadline."""
+        self._owner.ask_soon(Abandon(claim_id))
+
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
         """See ``Handle``. An owner that does not hear it keeps them."""
         return self._owner.ask_soon(Remove(keys.tobytes(), signature))
@@ -360,25 +414,15 @@ class RemoteHandle:
         """See ``Handle``. An owner that does not hear it keeps them."""
         return self._owner.ask_soon(Clear(signature))
 
-    def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
+    def _answer(self, question: Question, timeout_s: float) -> Answer:
         until_s = time.monotonic() + timeout_s
         answer = None if self._caller is None else self._caller.ask(question, timeout_s)
         if answer is None:
             answer = self._owner.asker.ask(question, until_s - time.monotonic())
-        return self._expected(answer, kind)
-
-    @contextmanager
-    def _sense(self, what: str) -> Iterator[None]:
-        """Another process may answer anything."""
-        try:
-            yield
-        except ValueError as exc:
-            raise NoAnswer(f"owner {self._owner.name} answers nonsense of {what}: {exc}") from exc
-
-    def _expected(self, answer: Answer, kind: type[Wanted]) -> Wanted:
-        if not isinstance(answer, kind):
-            raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
         return answer
+
+    def _learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
+        self._owner.learn(keys, signature, nbytes, placed)
 
 
 def _answer_after(told: Future[Result], answer_of: Callable[[Result], Answer]) -> Future[Answer]:

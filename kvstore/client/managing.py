@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.client.deadline import Deadline
 from kvstore.client.handles import Handle
-from kvstore.client.owners import Owners
+from kvstore.client.pool import Pool
 from kvstore.objects.changes import ANY, Found, Keys
 from kvstore.objects.outcomes import Pinned, Removed
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
@@ -32,7 +32,7 @@ MIN_PIN_S: Final = 0.001
 class Managing:
     """Of one process. Thread-safe; see ``Store``."""
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: Pool) -> None:
         self._owners = owners
 
     def sizes(self, keys: Keys, signature: bytes) -> npt.NDArray[np.int64]:

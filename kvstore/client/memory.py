@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import te
 from kvstore import _bytes
 from kvstore.objects.pieces import U64, Pieces
+from te.memory import described
 
 __all__ = ["Memory"]
 
@@ -20,38 +23,97 @@ Spans: TypeAlias = tuple[U64, U64]
 
 
 class Memory:
-    """Registered ranges and, where the processor can read them, their bytes."""
+    """Registered ranges and, where the processor can read them, their bytes. All methods are
+    thread-safe."""
 
-    def __init__(self, engine: te.Engine) -> None:
-        self._engine: Final = engine
+    def __init__(self, make_engine: Callable[[], te.Engine]) -> None:
+        """``make_engine`` is called once, when an engine is needed: for memory that the processor
+        cannot read, or by who reads by te."""
+        self._make_engine = make_engine
+        self._engine: te.Engine | None = None
+        self._lock = threading.RLock()
+        self._serials = itertools.count(1)
         self._starts: list[int] = []
         self._ranges: list[tuple[te.Region, memoryview | None]] = []
+        #: What the engine knows them as that were registered before it.
+        self._known: dict[te.Region, te.Region] = {}
         self._note()
+
+    @property
+    def engine(self) -> te.Engine:
+        """With all ranges. What ``te.Engine`` raises, if it is made now."""
+        with self._lock:
+            if self._engine is None:
+                engine = self._make_engine()
+                self._known = {
+                    one: engine.register(view, one.nbytes, remote="none")
+                    for one, view in self._ranges
+                }
+                self._engine = engine
+            return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether one was needed so far."""
+        return self._engine is not None
 
     def register(self, memory: Any, nbytes: int | None = None) -> te.Region:
         """See ``te.Engine.register``; peers get no rights. Memory behind a bare address is not
         compared with checksums: give a buffer instead where there is one."""
-        region = self._engine.register(memory, nbytes, remote="none")
-        view = None if isinstance(memory, int) else memoryview(memory).cast("B")[: region.nbytes]
+        with self._lock:
+            if self._engine is None and not isinstance(memory, int):
+                region = self._registered(memory, nbytes)
+            else:
+                region = self.engine.register(memory, nbytes, remote="none")
+            self._insert(region, None if isinstance(memory, int) else memory)
+            return region
+
+    def _registered(self, memory: Any, nbytes: int | None) -> te.Region:
+        """Without an engine."""
+        address, nbytes, owner = described(memory, nbytes)
+        for one, _ in self._ranges:
+            if one.address < address + nbytes and address < one.end:
+                raise te.RegistrationError(
+                    f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes overlaps the"
+                    f" registered region {one}"
+                )
+        return te.Region(address, nbytes, "host", next(self._serials), owner, remote="none")
+
+    def know(self, region: te.Region, buffer: Any) -> None:
+        """A range that somebody else has registered with the engine, and keeps."""
+        with self._lock:
+            self._insert(region, buffer)
+
+    def _insert(self, region: te.Region, buffer: Any) -> None:
+        view = None if buffer is None else memoryview(buffer).cast("B")[: region.nbytes]
         at = bisect.bisect(self._starts, region.address)
         self._starts.insert(at, region.address)
         self._ranges.insert(at, (region, view))
         self._note()
-        return region
 
     def deregister(self, region: te.Region) -> None:
         """See ``te.Engine.deregister``."""
-        at = bisect.bisect(self._starts, region.address) - 1
-        if at < 0 or self._ranges[at][0] is not region:
-            raise te.RegistrationError(f"{region!r} was not registered with the store")
-        self._engine.deregister(region)
-        del self._starts[at], self._ranges[at]
-        self._note()
+        with self._lock:
+            at = bisect.bisect(self._starts, region.address) - 1
+            if at < 0 or self._ranges[at][0] is not region:
+                raise te.RegistrationError(f"{region!r} was not registered with the store")
+            if self._engine is not None:
+                self._engine.deregister(self._known.pop(region, region))
+            del self._starts[at], self._ranges[at]
+            self._note()
 
     def is_readable(self, pieces: Pieces) -> bool:
-        """Whether the processor can read all of these, and write them."""
+        """Whether the processor can read all of these, and write them. ``te.BoundsError`` if they
+        are not registered, where no engine says so."""
         starts, ends = self._readable
-        return _bytes.covers(starts, ends, pieces.addresses, pieces.nbytes)
+        is_readable = _bytes.covers(starts, ends, pieces.addresses, pieces.nbytes)
+        if not is_readable and self._engine is None:
+            first = int(pieces.addresses.flat[0]) if len(pieces) else 0
+            raise te.BoundsError(
+                f"not all of {len(pieces)} objects of {pieces.object_bytes} bytes, the first one at"
+                f" {first:#x}, lie in registered memory"
+            )
+        return is_readable
 
     def _note(self) -> None:
         """Behind a change."""

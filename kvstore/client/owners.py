@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import urlsplit
@@ -21,12 +22,14 @@ from kvstore.client.connecting import Connections, Known
 from kvstore.client.following import Following
 from kvstore.client.handles import Handle, LocalHandle, RemoteHandle
 from kvstore.client.load_times import LoadTimes
+from kvstore.client.pool import OWN
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.owner.answering import Answerer
+from kvstore.owner.answers import answer
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.owner.service import Service
 from kvstore.protocol.asking import NoAnswer
@@ -34,12 +37,10 @@ from kvstore.protocol.calling import Caller, Window
 from kvstore.protocol.messages import Touch
 from kvstore.protocol.sockets import Sockets, Where
 
-__all__ = ["OWN", "Owners"]
+__all__ = ["Owners"]
 
 logger = logging.getLogger(__name__)
 
-OWN: Final = 0
-"""The number of this process's own owner in the table; others are above."""
 OWN_RANK: Final = 3
 REMOTE_RANK: Final = 2
 SILENT_RANK: Final = 1
@@ -99,7 +100,6 @@ class Owners:
         self._config = config
         self.table: Final = Table()
         self.own: Owner | None = None
-        self._ranks = bytearray(OWNERS_MAX)
         self._lock = threading.Lock()
         #: Other owners that answer.
         self._heard: set[int] = set()
@@ -123,7 +123,7 @@ class Owners:
                 undo.callback(service.close)
                 near = members.near_at(engine.id)
                 if near is not None:
-                    undo.callback(Answerer(self.own, near).close)
+                    undo.callback(Answerer(self.own, near, partial(answer, self.own)).close)
                 self._endpoint = service.endpoint
                 members.announce(engine.id, service.endpoint)
 
@@ -156,16 +156,24 @@ class Owners:
 
     # -- look-ups
 
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the table."""
+        return self.table.nbytes
+
     @property
     def ranks(self) -> bytes:
         """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
-        return bytes(self._ranks)
+        return self.table.ranks
 
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """``ranks``, without some owners."""
         if not numbers:
             return self.ranks
-        ranks = bytearray(self._ranks)
+        ranks = bytearray(self.ranks)
         for number in numbers:
             ranks[number] = 0
         return bytes(ranks)
@@ -174,7 +182,7 @@ class Owners:
     def ranks_of_loads(self) -> bytes:
         """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
         one before can still be read."""
-        ranks = bytearray(self._ranks)
+        ranks = bytearray(self.ranks)
         for one in self._following.owners():
             known = self._connections.get(one.number)
             if known is not None and known.caller is not None and known.caller.window is not None:
@@ -349,8 +357,8 @@ class Owners:
             rank = 0
             if self._connections.get(number) is not None:
                 rank = OWN_RANK if number == OWN else REMOTE_RANK * (number in self._heard)
-            changed = self._ranks[number] != rank
-            self._ranks[number] = rank
+            changed = self.ranks[number] != rank
+            self.table.set_rank(number, rank)
         if rank:
             self._any_usable.set()
         return changed

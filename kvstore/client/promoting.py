@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.handles import Handle
-from kvstore.client.owners import Owners
+from kvstore.client.pool import Pool
 from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprint_of
 from kvstore.owner.owner import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
@@ -29,7 +29,7 @@ PART_BYTES: Final = 8 << 20
 
 
 def promoted_parts(
-    owners: Owners,
+    owners: Pool,
     keys: Keys,
     signature: bytes,
     nbytes: int,

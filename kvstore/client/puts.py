@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvstore.client.deadline import Deadline
 from kvstore.client.handles import Handle
 from kvstore.client.memory import Memory
-from kvstore.client.owners import OWN, Owners
 from kvstore.client.placement import choose
+from kvstore.client.pool import OWN, Pool
 from kvstore.client.writing import put_at_once, put_group
 from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.copying import Copier
@@ -26,7 +26,7 @@ __all__ = ["Puts"]
 class Puts:
     """The puts of one process. Thread-safe."""
 
-    def __init__(self, owners: Owners, memory: Memory, copies: int, copier: Copier) -> None:
+    def __init__(self, owners: Pool, memory: Memory, copies: int, copier: Copier) -> None:
         """``copies``: ``Config.copies``."""
         self._copier = copier
         self._owners = owners

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -51,13 +51,19 @@ class HeaderRoom:
 class HeaderRooms:
     """Registered memory for headers: rooms, each of which one read uses at a time."""
 
-    def __init__(self, engine: te.Engine) -> None:
+    def __init__(self, engine: Callable[[], te.Engine]) -> None:
+        """``engine`` is asked when a room is taken for the first time."""
         self._engine = engine
-        self._buffer = te.allocate(ROOMS * HEADERS_MAX * HEADER_BYTES)
-        self._region = engine.register(self._buffer, remote="none")
-        self._records = np.frombuffer(self._buffer, HEADER).reshape(ROOMS, HEADERS_MAX)
+        self._region: te.Region | None = None
+        self._buffer: Any = None
+        self._records: Records = np.empty((0, 0), HEADER)
         self._free = list(range(ROOMS))
         self._condition = threading.Condition()
+
+    def _make(self) -> te.Region:
+        self._buffer = te.allocate(ROOMS * HEADERS_MAX * HEADER_BYTES)
+        self._records = np.frombuffer(self._buffer, HEADER).reshape(ROOMS, HEADERS_MAX)
+        return self._engine().register(self._buffer, remote="none")
 
     def take(self, timeout_s: float) -> HeaderRoom | None:
         """A room, which must be given back once nothing lands there any more; None if none became
@@ -65,6 +71,8 @@ class HeaderRooms:
         with self._condition:
             if not self._free and not self._condition.wait_for(lambda: self._free, timeout_s):
                 return None
+            if self._region is None:
+                self._region = self._make()
             room = self._free.pop()
         address = self._region.address + room * HEADERS_MAX * HEADER_BYTES
         return HeaderRoom(address, self._records[room], lambda: self._give_back(room))
@@ -80,11 +88,18 @@ class Source:
     """One owner, as somebody reads from it."""
 
     number: int
-    peer: te.Peer
+    #: None if nobody reads from it by te.
+    link: te.Peer | None
     headers_address: int
     slots_address: int
     #: Its memory in this process; None if it is not there.
     window: Window | None = None
+
+    @property
+    def peer(self) -> te.Peer:
+        """To read from, and write to, by te."""
+        assert self.link is not None, "where memory is mapped, nothing goes by te"
+        return self.link
 
     def slots(self, numbers: U64) -> U64:
         """Where slots begin."""

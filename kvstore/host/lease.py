@@ -2,7 +2,7 @@
 """A process's use of the owner of its host: the owner stays for as long as somebody has one. If
 there is none it is started; if it dies, so is another one, which takes its memory over.
 
-A thread waits for the end of the connection, and does nothing before that.
+A thread waits for the end of the connection, and does nothing before that, unless it is reminded.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ JOIN_TIMEOUT_S: Final = 30.0
 """A process waits so long at its start until the owner is ready: it may have to look through much
 memory, or the last owner may have to write much to a disk."""
 CLOSE_TIMEOUT_S: Final = 10.0
+REMINDER_S: Final = 0.1
+"""So long behind the first reminder the thread does what it is reminded of."""
 
 
 class Refusal(ValueError):
@@ -91,7 +93,11 @@ class Lease:
         self.pid = 0
         #: Is called in the thread when another owner has been joined.
         self.on_join: Callable[[], object] = _nothing
+        #: Is called in the thread some time after ``remind``, if there is an owner.
+        self.on_reminder: Callable[[], object] = _nothing
+        self._is_reminded = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._reminder_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._join_first()
         except BaseException:
@@ -104,6 +110,12 @@ class Lease:
     def is_joined(self) -> bool:
         """Whether there is an owner, as far as this process knows."""
         return self._line is not None
+
+    def remind(self) -> None:
+        """Has ``on_reminder`` called. Costs nothing if that is to come anyway."""
+        if not self._is_reminded and not self._is_closing:
+            self._is_reminded = True
+            os.eventfd_write(self._reminder_fd, 1)
 
     def close(self) -> None:
         """The owner is not needed any more. Idempotent."""
@@ -121,6 +133,7 @@ class Lease:
             if one is not None:
                 one.close()
         os.close(self._wake_fd)
+        os.close(self._reminder_fd)
 
     # -- joining
 
@@ -259,7 +272,14 @@ class Lease:
             self._wait(None, attempts.pause_s(time.monotonic(), is_awaited=is_awaited))
 
     def _wait_for_end(self, line: socket.socket) -> None:
-        self._wait(line)
+        is_over = False
+        while not (is_over or self._is_closing):
+            is_over = self._wait(line, None, self._reminder_fd)
+            if not is_over and self._is_reminded and not self._is_closing:
+                os.eventfd_read(self._reminder_fd)
+                is_over = self._wait(line, REMINDER_S)
+                self._is_reminded = False
+                self.on_reminder()
         if self._is_closing:
             return
         raw = b""
@@ -275,13 +295,15 @@ class Lease:
             "the owner of this host's store has ended: pages are computed until there is another"
         )
 
-    def _wait(self, line: socket.socket | None, timeout_s: float | None = None) -> None:
-        """Until there is something to read, or this is to be closed."""
+    def _wait(self, line: socket.socket | None, timeout_s: float | None, *more: int) -> bool:
+        """Until there is something to read, this is to be closed, or one of ``more`` descriptors is
+        ready; whether there is something to read."""
         poll = select.poll()
-        for one in (line, self._wake_fd):
+        for one in (line, self._wake_fd, *more):
             if one is not None:
                 poll.register(one, select.POLLIN)
-        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        found = poll.poll(None if timeout_s is None else timeout_s * 1000)
+        return line is not None and any(fd == line.fileno() for fd, _ in found)
 
 
 def _nothing() -> None:

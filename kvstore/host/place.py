@@ -9,7 +9,6 @@ by itself.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -80,6 +79,8 @@ class Place:
     def __init__(self, directory: Path) -> None:
         self.directory: Final = directory
         self.socket: Final = directory / "owner"
+        #: For the questions of its users: ``kvstore.protocol.calling``.
+        self.calls: Final = directory / "owner.calls"
         self.log: Final = directory / "owner.log"
         self._lock: Final = directory / "owner.lock"
 
@@ -98,6 +99,6 @@ class Place:
         return Lock(fd)
 
     def clear(self) -> None:
-        """Removes the socket of a former owner; for the one that has the lock."""
-        with contextlib.suppress(FileNotFoundError):
-            self.socket.unlink()
+        """Removes the sockets of a former owner; for the one that has the lock."""
+        for one in (self.socket, self.calls):
+            one.unlink(missing_ok=True)

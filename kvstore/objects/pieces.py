@@ -60,6 +60,10 @@ class Pieces:
         """Some of the objects."""
         return Pieces(self.addresses[np.asarray(rows, np.intp)], self.nbytes)
 
+    def between(self, first: int, end: int) -> Pieces:
+        """The objects of some rows."""
+        return Pieces(self.addresses[first:end], self.nbytes)
+
     def part(self, first: int, end: int) -> Pieces:
         """Some pieces of each object."""
         return Pieces(self.addresses[:, first:end], self.nbytes[first:end])

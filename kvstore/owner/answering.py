@@ -9,13 +9,14 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kvstore.objects.changes import KEY_BYTES
-from kvstore.owner.answers import answer, stored
+from kvstore.owner.answers import stored
 from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import (
@@ -47,9 +48,25 @@ class Answerer:
     """A thread for each connection of a client: none waits for another's fence, and the question
     is answered in the thread that it wakes."""
 
-    def __init__(self, owner: Owner, path: Path) -> None:
-        """Listens; ``OSError`` if it cannot."""
+    def __init__(
+        self,
+        owner: Owner,
+        path: Path,
+        answer: Callable[[Question], Answer | None],
+        shared: Sequence[int] = (),
+    ) -> None:
+        """Listens; ``OSError`` if it cannot.
+
+        Args:
+            owner: whose memory clients read.
+            path: of the socket.
+            answer: to all questions but ``Take``. Is called in many threads. None: to a question
+                that is not answered.
+            shared: descriptors that clients get before that of the memory.
+        """
         self._owner = owner
+        self._answer = answer
+        self._shared = list(shared)
         self._path = path
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
@@ -129,7 +146,8 @@ class Answerer:
             question, reply = self._read(memoryview(room)[:count], tray)
             if isinstance(question, Take):
                 self._owner.tell_here()  # First: it finds what a client was told is stored.
-            line.send(encode(reply))
+            if reply is not None:
+                line.send(encode(reply))
             if isinstance(question, Take):
                 # Who tells others takes the interpreter's lock, here and at the client.
                 self._owner.tell_others()
@@ -141,7 +159,7 @@ class Answerer:
         try:
             if not raw:
                 return None
-            reply = answer(self._owner, decode_question(raw))
+            reply = self._answer(decode_question(raw))
             if not isinstance(reply, Hello) or not fds:
                 line.send(encode(reply if isinstance(reply, Refused) else Refused("greet first")))
                 return None
@@ -151,22 +169,24 @@ class Answerer:
         finally:
             for one in fds:
                 os.close(one)
-        shared = self._owner.shared
-        socket.send_fds(line, [encode(reply)], [] if shared is None else [shared])
+        memory = self._owner.shared
+        socket.send_fds(
+            line, [encode(reply)], [*self._shared, *([] if memory is None else [memory])]
+        )
         return tray
 
-    def _read(self, raw: memoryview, tray: Mapped) -> tuple[Question | None, Answer]:
+    def _read(self, raw: memoryview, tray: Mapped) -> tuple[Question | None, Answer | None]:
         """A question, if it is one, and what is answered."""
         try:
             question = decode_question(raw)
         except msgspec.DecodeError as exc:
             return None, Refused(f"the question cannot be read: {exc}")
         if not isinstance(question, Take):
-            return question, answer(self._owner, question)
+            return question, self._answer(question)
         count = len(question.keys) // KEY_BYTES
-        if count * question.nbytes > TRAY_BYTES:
+        if count * question.nbytes > tray.nbytes:
             return None, Refused(
-                f"{count} objects of {question.nbytes} bytes do not fit a tray of {TRAY_BYTES}"
+                f"{count} objects of {question.nbytes} bytes do not fit a tray of {tray.nbytes}"
             )
         try:
             return question, stored(

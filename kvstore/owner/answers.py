@@ -45,7 +45,7 @@ from kvstore.protocol.messages import (
 )
 from kvstore.rules.tiered_table import Promoted
 
-__all__ = ["answer", "is_slow", "keys_of", "published", "stored"]
+__all__ = ["answer", "is_slow", "keys_of", "promoted", "published", "stored"]
 
 
 def is_slow(question: Question) -> bool:
@@ -102,7 +102,7 @@ def _answer(owner: Owner, question: Question) -> Answer:
         case Sizes(keys, signature):
             return SizesOf(np.array(owner.sizes(keys_of(keys), signature), "<u8").tobytes())
         case Promote(keys, signature, nbytes, timeout_ms):
-            return _promoted(owner.promote(keys_of(keys), signature, nbytes, timeout_ms / 1000))
+            return promoted(owner.promote(keys_of(keys), signature, nbytes, timeout_ms / 1000))
         case Touch(keys, signature):
             owner.touch(keys_of(keys), signature)
         case Pin(keys, signature, ttl_ms):
@@ -159,11 +159,12 @@ def keys_of(raw: bytes) -> Keys:
     return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _promoted(promoted: Sequence[Promoted]) -> InMemory:
+def promoted(told: Sequence[Promoted]) -> InMemory:
+    """See ``Owner.promote``."""
     return InMemory(
-        bytes(one.state for one in promoted),
-        np.array([one.slot for one in promoted], "<u4").tobytes(),
-        np.array([one.generation for one in promoted], "<u4").tobytes(),
+        bytes(one.state for one in told),
+        np.array([one.slot for one in told], "<u4").tobytes(),
+        np.array([one.generation for one in told], "<u4").tobytes(),
     )
 
 

@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 import te
 from kvstore.config import Config
@@ -215,7 +217,7 @@ class Owner:
         with contextlib.ExitStack() as undo:
             self._buffer: Any = None
             #: The descriptor of the memory, for processes of this host that read there; None if
-            #: they could make it shorter.
+            #: they could make it shorter, or take huge pages out of it.
             self.shared: int | None = None
             if config.file is not None:
                 self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
@@ -226,7 +228,8 @@ class Owner:
             else:
                 check_room("memory", config.memory)
                 allocated = te.allocate(slab.nbytes)
-                self._buffer, self.shared = allocated, allocated.fd
+                self._buffer = allocated
+                self.shared = None if allocated.huge else allocated.fd
             self._bytes = memoryview(self._buffer)
             start = np.frombuffer(self._buffer, np.uint8).ctypes.data
             self._slots_address = start + slab.slots_offset
@@ -257,7 +260,7 @@ class Owner:
             self._tiering = self._open_tier()
             if self._tiering is not None:
                 undo.callback(self._tiering.close, 0.0)
-            self._region = engine.register(self._buffer, remote="read-tagged")
+            self.region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
         self._tags: dict[int, _Opened] = {}
         #: Bytes of the claim ahead that a client has.
@@ -266,12 +269,17 @@ class Owner:
         self.card: Final = OwnerCard(
             engine.card(),
             engine.epoch,
-            self._region.address,
-            self._region.address + slab.slots_offset,
+            self.region.address,
+            self.region.address + slab.slots_offset,
             slab.chunks,
             slab.object_bytes_max,
             self._table.parts,
         )
+
+    @property
+    def buffer(self) -> Any:
+        """The memory."""
+        return self._buffer
 
     def _open_tier(self) -> Tiering | None:
         opened = open_tier(self._config, self._slab.object_bytes_max)
@@ -313,7 +321,7 @@ class Owner:
             self._populating.close()
         self._copier.close()
         try:
-            self._engine.deregister(self._region)
+            self._engine.deregister(self.region)
         finally:
             if self._tiering is not None:
                 self._tiering.close(DRAIN_S if self._file is None else 0.0)
@@ -392,6 +400,32 @@ class Owner:
         with self._lock:
             self._table.publish(claim, checksums)
         return claim.verdicts
+
+    def room(self, keys: Keys, signature: bytes, nbytes: int) -> tuple[Claim, Pieces]:
+        """Slots for objects that this process itself reads from somewhere, and where the granted
+        ones lie; ``landed`` has to follow."""
+        with self._lock:
+            claim = self._table.claim(keys, signature, nbytes, self._clock())
+            self._table.take_claim(claim.id)  # It has no deadline.
+        return claim, Pieces.whole(self._addresses(claim), nbytes)
+
+    def landed(self, claim: Claim, is_right: Sequence[bool]) -> None:
+        """The reads of ``room`` have ended: which of the granted objects are right. These can be
+        read now; the others' slots are free. Reads all bytes once."""
+        right, wrong = (
+            replace(
+                claim,
+                keys=list(compress(claim.keys, chosen)),
+                slots=list(compress(claim.slots, chosen)),
+            )
+            for chosen in (is_right, [not one for one in is_right])
+        )
+        checksums = self._copier.checksums(Pieces.whole(self._addresses(right), claim.nbytes))
+        with self._lock:
+            if right.slots:
+                self._table.publish(right, checksums)
+            self._table.abandon(wrong)
+        self.tell()
 
     def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
         """The client says that its one write under the claim's tag is done. Returns an empty text
@@ -505,6 +539,13 @@ class Owner:
         """See ``ObjectTable.sizes``."""
         with self._lock:
             return self._table.sizes(keys, signature)
+
+    def addresses(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.uint64]:
+        """Where objects lie in this process's memory; 0 for those that do not."""
+        _, places = self.places(keys, signature, nbytes)
+        slots, generations = np.array(places, np.uint64).reshape(-1, 2).T
+        begin = slots * np.uint64(UNIT_BYTES) + np.uint64(self._slots_address)
+        return np.where(generations > 0, begin, np.uint64(0))
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences

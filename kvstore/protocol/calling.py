@@ -9,11 +9,12 @@ put of small objects one question.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -65,8 +66,16 @@ class Window:
 class Line:
     """One connection, and its tray. For one thread at a time."""
 
-    def __init__(self, path: str, name: str, timeout_s: float) -> None:
-        """Connects and greets; ``NoAnswer``."""
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        timeout_s: float,
+        tray_bytes: int = TRAY_BYTES,
+        map_table: Callable[[int], object] | None = None,
+    ) -> None:
+        """Connects and greets; ``NoAnswer``. ``map_table``: gets the descriptor of the owner's
+        table, which the owner of a host sends first."""
         self._name = name
         self._room = bytearray(CALL_BYTES_MAX)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,19 +83,22 @@ class Line:
         try:
             self._wait_until(until_s)
             self._socket.connect(path)
-            self.tray, fd = Mapped.make(TRAY_BYTES)
+            self.tray, fd = Mapped.make(tray_bytes)
             try:
                 socket.send_fds(self._socket, [encode(Greet(VERSION))], [fd])
             finally:
                 os.close(fd)
             self._wait_until(until_s)
             raw, fds, _, _ = socket.recv_fds(
-                self._socket, CALL_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
+                self._socket, CALL_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC
             )
             try:
-                hello = self._greeted(raw)
-                self.engine: Final = hello.engine
-                self.window: Final = _window(hello, fds)
+                hello = self.hello = self._greeted(raw)
+                if map_table is not None:
+                    if not fds:
+                        raise ValueError("it has sent no table")
+                    map_table(fds[0])
+                self.window: Final = _window(hello, fds[1:] if map_table is not None else fds)
             finally:
                 for one in fds:
                     os.close(one)
@@ -111,6 +123,12 @@ class Line:
         except OSError as exc:
             raise NoAnswer(f"owner {self._name} cannot be called: {exc}") from exc
         return self._read(memoryview(self._room)[:count])
+
+    def tell(self, question: Question) -> None:
+        """Asks what is not answered; left out if the owner does not read at the moment. ``OSError``
+        if the connection has ended."""
+        with contextlib.suppress(BlockingIOError):
+            self._socket.send(encode(question), socket.MSG_DONTWAIT)
 
     def _wait_until(self, until_s: float) -> None:
         """For the next call of the socket. ``TimeoutError`` if it is over."""
@@ -143,17 +161,28 @@ class Line:
 class Caller:
     """Calls one owner; from any thread."""
 
-    def __init__(self, path: str, name: str, engine: bytes, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        engine: bytes | None,
+        timeout_s: float,
+        map_table: Callable[[int], object] | None = None,
+    ) -> None:
         """Connects. ``NoAnswer``, also if the owner has another engine than this one of its card:
-        what this process knows is of another start of it."""
+        what this process knows is of another start of it. ``map_table``: see ``Line``; who has it
+        has no other way to the owner, and waits for a line."""
         self._path = path
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._waits = map_table is not None
+        self._map_table: Callable[[int], object] | None = None if map_table is None else _known
         self._is_closed = False
-        line = Line(path, name, timeout_s)
-        if line.engine != engine:
+        line = Line(path, name, timeout_s, map_table=map_table)
+        if engine is not None and line.hello.engine != engine:
             line.close()
             raise NoAnswer(f"owner {name} has been started anew")
+        self.hello: Final = line.hello
         self.window: Final = line.window
         self._idle = [line]
         self._lines = 1
@@ -170,21 +199,33 @@ class Caller:
             return None if line is None else self._answer(line, question, until_s)
 
     def ask_with_tray(
-        self, fill: Callable[[int], None], question: Question, timeout_s: float
+        self,
+        fill: Callable[[int], None],
+        question: Question,
+        timeout_s: float,
+        nbytes: int = TRAY_BYTES,
     ) -> Answer | None:
-        """As ``ask``; ``fill`` writes to the tray before, and gets its address."""
+        """As ``ask``; ``fill`` writes so many bytes to the tray before, and gets its address."""
         until_s = time.monotonic() + timeout_s
-        with self._line(timeout_s) as line:
+        with self._line(timeout_s, nbytes) as line:
             if line is None:
                 return None
             fill(line.tray.address)
             return self._answer(line, question, until_s)
+
+    def tell(self, questions: Iterable[Question]) -> None:
+        """Asks what is not answered, and is left out if the owner cannot hear it now."""
+        with contextlib.suppress(NoAnswer, OSError), self._line(0.0) as line:
+            if line is not None:
+                for one in questions:
+                    line.tell(one)
 
     def close(self) -> None:
         """Ends the lines that nobody uses at the moment; the others end with their use."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            self._lock.notify_all()
         for line in idle:
             line.close()
 
@@ -195,16 +236,16 @@ class Caller:
         return answer
 
     @contextmanager
-    def _line(self, timeout_s: float) -> Iterator[Line | None]:
-        with self._lock:
-            if self._is_closed:
-                raise NoAnswer(f"the connections to owner {self._name} were ended")
-            line = self._idle.pop() if self._idle else None
-            is_new = line is None and self._lines < LINES_MAX
-            self._lines += is_new
+    def _line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
+        """For one question, with a tray for so many bytes. None: all are in use."""
+        line, is_new = self._take(timeout_s)
         try:
+            if line is not None and line.tray.nbytes < nbytes:
+                line.close()
+                line, is_new = None, True
             if is_new:
-                line = Line(self._path, self._name, timeout_s)
+                tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+                line = Line(self._path, self._name, timeout_s, tray, self._map_table)
             yield line
         except BaseException:
             if line is not None:
@@ -212,14 +253,38 @@ class Caller:
             if line is not None or is_new:
                 with self._lock:
                     self._lines -= 1
+                    self._lock.notify()
             raise
         if line is None:
             return
         with self._lock:
             if not self._is_closed:
                 self._idle.append(line)
+                self._lock.notify()
                 return
         line.close()
+
+    def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
+        """A line, or whether there may be a new one."""
+        with self._lock:
+            if self._waits:
+                self._lock.wait_for(
+                    lambda: self._idle or self._lines < LINES_MAX or self._is_closed, timeout_s
+                )
+            if self._is_closed:
+                raise NoAnswer(f"the connections to owner {self._name} were ended")
+            if self._idle:
+                return self._idle.pop(), False
+            if self._lines < LINES_MAX:
+                self._lines += 1
+                return None, True
+            if self._waits:
+                raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
+            return None, False
+
+
+def _known(_: int) -> None:
+    """Of a table that the first line has brought."""
 
 
 def _window(hello: Hello, fds: list[int]) -> Window | None:

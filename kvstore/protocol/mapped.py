@@ -32,8 +32,8 @@ class Mapped:
             raise ValueError("a memory file of another process is of huge pages")
         self.nbytes: Final = os.fstat(fd).st_size
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0)
-        self._memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)
-        self.address: Final = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+        self.memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)
+        self.address: Final = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     @classmethod
     def make(cls, nbytes: int) -> tuple[Mapped, int]:

@@ -23,6 +23,7 @@ __all__ = [
     "Changes",
     "Claim",
     "Clear",
+    "Copy",
     "Done",
     "Follow",
     "Gone",
@@ -62,12 +63,14 @@ KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
 PROMOTE_MS_MAX: Final = 60_000
+COPIES_MAX: Final = 8
 
 CALL_BYTES_MAX: Final = 128 << 10
 """Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
 TRAY_BYTES: Final = 2 << 20
-"""The memory that a client and an owner of one host share for objects on their way to the owner.
-Larger batches are claimed and written: copying them twice would take longer than two questions."""
+"""The memory that a client and an owner of one host share for objects on their way to the owner, or
+more if one object needs it. Between processes that both lend memory, larger batches are claimed and
+written: copying them twice would take longer than two questions."""
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -168,7 +171,7 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
     keys: Keys
     signature: Signature
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=TRAY_BYTES)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -191,6 +194,15 @@ class Sizes(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
     keys: Keys
     signature: Signature
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """So many owners in all shall have these, please. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    copies: Annotated[int, msgspec.Meta(ge=1, le=COPIES_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -321,6 +333,7 @@ Question = (
     | Pin
     | Unpin
     | Sizes
+    | Copy
 )
 Answer = (
     Hello

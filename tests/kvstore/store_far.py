@@ -67,7 +67,7 @@ def main() -> None:
     with Store(config(Path(directory), int(memory))) as store:
         if int(count):
             put(store, int(count), int(nbytes), int(seed))
-        print("ready", store._engine.id, flush=True)  # noqa: T201
+        print("ready", store._memory.engine.id, flush=True)  # noqa: T201
         sys.stdin.read()
 
 

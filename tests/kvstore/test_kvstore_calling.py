@@ -90,7 +90,7 @@ def test_what_is_mapped_cannot_be_written_or_made_shorter(line: Line) -> None:
     window = line.window
     assert window is not None
     assert window.mapped is not None
-    view = np.frombuffer(window.mapped._memory, np.uint8)
+    view = np.frombuffer(window.mapped.memory, np.uint8)
     assert not view.flags.writeable
     assert view.ctypes.data == window.headers_address
 
@@ -346,7 +346,7 @@ def test_memory_in_a_file_is_not_mapped_and_its_owner_still_called(directory: Pa
 def test_two_cannot_listen_at_one_path(owner: Store, directory: Path) -> None:
     assert owner._owners.own is not None
     with pytest.raises(OSError, match="in use"):
-        Answerer(owner._owners.own, Path(path_of(directory)))
+        Answerer(owner._owners.own, Path(path_of(directory)), lambda _: None)
 
 
 def test_a_closed_owner_leaves_no_socket(directory: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_own_owner_is_used_again_after_a_pause(owner: Store) -> None:
 def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: Store) -> None:
     with Store(config(directory, 8 * MIB)) as short_lived:
         put_all(short_lived)
-        name = short_lived._engine.id
+        name = short_lived._memory.engine.id
         until(lambda: owners_named(guest, name), "it is found")
         number = owners_named(guest, name)[0].number
         until(lambda: guest._owners._connections.get(number), "it is connected to")
@@ -276,7 +276,8 @@ def test_claims_whose_writes_do_not_end_keep_neither_each_other_nor_eviction(
 
     monkeypatch.setattr(own._engine, "revoke", revoke)
     monkeypatch.setattr(own._engine, "fence", forbidden)
-    writer = te.Identity(owner._engine.id, owner._engine.epoch)
+    engine = owner._memory.engine
+    writer = te.Identity(engine.id, engine.epoch)
     grants = [own.claim(keys(1, seed), SIG, NBYTES, writer) for seed in range(3)]
     for grant in grants:
         own.abandon(grant.claim_id)

@@ -158,7 +158,8 @@ def test_the_own_process_waits_for_a_fence_until_its_deadline(
 ) -> None:
     own = owner._owners.own
     assert own is not None
-    writer = te.Identity(owner._engine.id, owner._engine.epoch)
+    engine = owner._memory.engine
+    writer = te.Identity(engine.id, engine.epoch)
     grant = own.claim(keys(1), SIG, NBYTES, writer)
     fence = OpenFence()
     monkeypatch.setattr(own._engine, "revoke", lambda _: fence)

@@ -197,11 +197,12 @@ def test_the_next_owner_has_all_that_the_last_one_had(directory: Path) -> None:
         kill(first)
         outcomes = store.put(KEYS, SIG, room.pieces)
         assert len(outcomes) == N, "an outcome, and no exception"
-        until(lambda: pids(directory), "another one is started")
-        until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "it has all keys")
+        assert has_all(store), "its memory is read on meanwhile"
+        until(lambda: pid_of(store) != first, "another one is started")
+        until(store._owners.usable, "and connected to")
+        assert store.exists(KEYS, SIG, NBYTES).all(), "it has all keys"
         assert has_all(store)
         second = pid_of(store)
-        assert second != first
         put = filled(store, seed=3)
         until(lambda: has_all(store))
         kill(second)
@@ -334,7 +335,7 @@ def test_who_lends_beside_an_owner_says_so(
 ) -> None:
     with Store(shared(directory)) as store:
         start_lending(f"--file={directory}/slab")
-        until(lambda: len(store._owners.usable()) == 2, "both are used")
+        until(lambda: sum(map(bool, store._owners.ranks)) == 2, "both are used")
         assert len(pids(directory)) == 1
 
 

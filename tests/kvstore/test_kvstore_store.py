@@ -158,7 +158,7 @@ def test_what_lies_at_an_owner_that_cannot_be_used_is_remembered(
     sees(guest)
     (number,) = guest._owners.usable()
     with deaf(guest):  # Else whatever the owner says makes it usable again.
-        guest._owners._ranks[number] = 0
+        guest._owners.table.set_rank(number, 0)
         counted = guest.status().lookups
         assert guest.remembered(KEYS, SIG, NBYTES).all()
         assert not guest.remembered(KEYS, SIG, 2 * NBYTES).any()

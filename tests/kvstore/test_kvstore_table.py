@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore._table import Table, digests_of_hex, sole_owner
+from kvstore._table import Mirror, Reader, Table, digests_of_hex, sole_owner
 from kvstore.objects.changes import (
     ADDED,
     CHANGE,
@@ -22,6 +24,7 @@ from kvstore.objects.changes import (
     keys_of_digests,
     keys_of_hex,
 )
+from kvstore.protocol.mapped import Mapped
 
 EVERYBODY = bytes([1]) * OWNERS_MAX
 #: Few keys that differ in their last byte alone, so that probes collide and keys meet again.
@@ -32,7 +35,7 @@ def change(key: bytes, fingerprint: int, slot: int, generation: int, op: int) ->
     return np.array([(np.void(key), fingerprint, slot, generation, op)], CHANGE)
 
 
-def look(table: Table, keys: list[bytes], fingerprint: int, ranks: bytes = EVERYBODY) -> Records:
+def look(table: Reader, keys: list[bytes], fingerprint: int, ranks: bytes = EVERYBODY) -> Records:
     places = np.empty(len(keys), PLACE)
     found = table.look_up(b"".join(keys), fingerprint, ranks, places)
     assert found == (places["found"] == Found.HERE).sum()
@@ -229,3 +232,82 @@ def test_one_owner_has_all_of_them_in_memory_or_not(found: list[tuple[int, int, 
     all_in_memory = all(slot != LOWER_TIER and one == Found.HERE for slot, _, one in found)
     sole = owners.pop() if all_in_memory and len(owners) == 1 else -1
     assert sole_owner(places) == sole
+
+
+def mirror_of(table: Table) -> Mirror:
+    return Mirror(Mapped(table.fd).memory)
+
+
+def test_another_process_reads_what_the_table_has() -> None:
+    table = Table()
+    mirror = mirror_of(table)
+    assert look(mirror, KEYS, 1)["found"].tolist() == [Found.MISSING] * len(KEYS)
+    for number, key in enumerate(KEYS):
+        table.apply(0, change(key, 1, number, 7, ADDED))
+    table.set_rank(0, 3)
+    assert (look(mirror, KEYS, 1) == look(table, KEYS, 1)).all()
+    assert len(mirror) == len(table) == len(KEYS)
+    assert mirror.ranks == table.ranks == bytes([3]).ljust(OWNERS_MAX, b"\0")
+    table.drop(0)
+    assert look(mirror, KEYS, 1)["found"].tolist() == [Found.MISSING] * len(KEYS)
+    with pytest.raises(ValueError, match="below"):
+        table.set_rank(OWNERS_MAX, 1)
+
+
+def test_what_is_no_table_is_not_read() -> None:
+    with pytest.raises(ValueError, match="no table"):
+        Mirror(bytes(100))
+    with pytest.raises(ValueError, match="no table of the store"):
+        Mirror(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("field", ["number", "entries", "mask"])
+def test_a_shard_whose_owner_died_in_a_change_costs_a_miss(field: str) -> None:
+    """Its number is odd, or what it says cannot be."""
+    table = Table()
+    for key in KEYS:
+        table.apply(0, change(key, 1, 0, 7, ADDED))
+    memory = bytearray(1 << 20)
+    memory[:] = memoryview(Mapped(table.fd).memory)[: len(memory)]
+    assert (look(Mirror(memory), KEYS, 1)["found"] == Found.HERE).all()
+    shards = np.frombuffer(memory, "<u8", 1024 * 8, 8192).reshape(1024, 8)
+    used = shards[:, 1] != 0
+    at = {"number": 0, "entries": 1, "mask": 2}[field]
+    shards[used, at] = {"number": shards[used, 0] + 1, "entries": 1 << 60, "mask": 1 << 40}[field]
+    assert (look(Mirror(memory), KEYS, 1)["found"] == Found.MISSING).all()
+
+
+def wrong_reads(table: Table) -> int:
+    """Of a process that reads while another one writes, until that one has set the last rank."""
+    mirror, wrong = mirror_of(table), 0
+    while not mirror.ranks[-1]:
+        places = look(mirror, KEYS, 1)
+        wrong += int((places["slot"] != places["generation"]).sum())
+        wrong += int((places["found"] != Found.HERE).sum())
+    return wrong
+
+
+@pytest.mark.slow
+def test_it_is_read_while_it_changes() -> None:
+    """Objects that stay are found all the time, however often their shards grow. Slot and
+    generation are of one change."""
+    table = Table()
+    for key in KEYS:
+        table.apply(0, change(key, 1, 1, 1, ADDED))
+    rng = np.random.default_rng(3)
+    child = os.fork()
+    if child == 0:
+        os._exit(min(wrong_reads(table), 100))
+    try:
+        for turn in range(2, 12):
+            many = np.zeros(20_000, CHANGE)
+            many["key"] = rng.integers(0, 256, (len(many), 16), np.uint8).view("V16").reshape(-1)
+            many["fingerprint"], many["op"] = 1, ADDED
+            table.apply(1, many)
+            for key in KEYS:
+                table.apply(0, change(key, 1, turn, turn, ADDED))
+            table.drop(1)
+    finally:
+        table.set_rank(OWNERS_MAX - 1, 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What getting and putting need of the owners, however a process knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
+
+from kvstore.client.handles import Handle
+from kvstore.client.reading import Source
+from kvstore.client.status import OwnerSeen
+from kvstore.objects.changes import Keys, Records
+from kvstore.owner.owner import Owner
+
+__all__ = ["OWN", "Pool"]
+
+OWN: Final = 0
+"""The number of the nearest owner in the table, which is this process's own or the host's; others
+are above."""
+
+
+class Pool(Protocol):
+    """All methods are thread-safe."""
+
+    @property
+    def own(self) -> Owner | None:
+        """This process's own owner."""
+        ...
+
+    @property
+    def request_timeout_s(self) -> float:
+        """``Config.request_timeout_s``."""
+        ...
+
+    def __len__(self) -> int:
+        """Objects that are known, copies counted."""
+        ...
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of this process for what owners hold."""
+        ...
+
+    @property
+    def ranks(self) -> bytes:
+        """For ``look_up``: 0 for owners that cannot be used."""
+        ...
+
+    def ranks_without(self, numbers: Collection[int]) -> bytes:
+        """``ranks``, without some owners."""
+        ...
+
+    @property
+    def ranks_of_loads(self) -> bytes:
+        """``ranks``, and owners that cannot be asked, but whose memory is mapped here. What was
+        found at one before can still be read."""
+        ...
+
+    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
+        """Where objects are said to lie: dtype ``PLACE``, one for each key."""
+        ...
+
+    def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
+        """``look_up`` at one owner alone."""
+        ...
+
+    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
+        """Has owners told soon that objects are read, so that they keep them. Does not wait."""
+        ...
+
+    def source(self, number: int) -> Source | None:
+        """An owner to read from; None if it cannot be read now."""
+        ...
+
+    def source_of_all(self, places: Records) -> Source | None:
+        """That of the one owner that has all of these in memory; None if there is none such, or it
+        cannot be read now."""
+        ...
+
+    def pause(self, number: int, reason: str) -> None:
+        """The connection to an owner has ended."""
+        ...
+
+    def handle(self, number: int) -> Handle | None:
+        """An owner to store at; None if it cannot be reached."""
+        ...
+
+    def usable(self) -> Sequence[int]:
+        """The numbers of the owners that objects are stored at."""
+        ...
+
+    def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:
+        """For ``placement.choose``."""
+        ...
+
+    def seen(self) -> tuple[OwnerSeen, ...]:
+        """Owners of other processes, as this one knows them."""
+        ...

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners, as a process knows them that uses the owner of its host: that one owns the memory,
+and knows the others. Its table and its memory are mapped here, for reading.
+
+What does not lie in the host's memory is to this process in a lower tier, wherever it lies: it asks
+the owner for it (``kvstore.host.bringing``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+import te
+from kvstore._table import Mirror, sole_owner
+from kvstore.client.handles import Handle
+from kvstore.client.load_times import LoadTimes
+from kvstore.client.managing import Managing
+from kvstore.client.memory import Memory
+from kvstore.client.pool import OWN
+from kvstore.client.reading import Source
+from kvstore.client.status import OwnerSeen
+from kvstore.host.handle import HOST, HostHandle
+from kvstore.host.lease import Lease
+from kvstore.host.place import Place
+from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Keys, Records
+from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Caller
+from kvstore.protocol.mapped import Mapped
+from kvstore.protocol.messages import Touch
+
+__all__ = ["HostManaging", "HostPool"]
+
+logger = logging.getLogger(__name__)
+
+OWN_ALONE: Final = bytes([1]).ljust(OWNERS_MAX, b"\0")
+TOUCHES_MAX: Final = 1024
+"""Batches of keys that wait to be told to the owner."""
+PAUSE_S: Final = 1.0
+"""An owner that could not be connected to is left alone for so long."""
+
+
+@dataclass
+class _Link:
+    """To one start of an owner."""
+
+    caller: Caller
+    table: Mirror
+    #: By te; for memory that the processor cannot read.
+    peer: te.Peer | None = None
+    #: When it may be connected to again, by the monotonic clock.
+    connect_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Who reads what is mapped keeps it."""
+        self.caller.close()
+        if self.peer is not None:
+            self.peer.close()
+
+
+class HostPool:
+    """See ``kvstore.client.pool``. When the owner has ended, its memory and its table stay mapped:
+    what lies in the memory is read on, until there is another owner."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        place: Place,
+        memory: Memory,
+        load_times: LoadTimes,
+        request_timeout_s: float,
+    ) -> None:
+        """Connects to the owner, if there is one."""
+        self.own: Final = None
+        self.request_timeout_s: Final = request_timeout_s
+        self._lease = lease
+        self._place = place
+        self._memory = memory
+        self._load_times = load_times
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+        #: The owner that it leads to, and when it is tried again.
+        self._pid = 0
+        self._link_s = 0.0
+        self._touched: deque[tuple[Keys, bytes]] = deque()
+        lease.on_join = self._join
+        lease.on_reminder = self._tell_touched
+        if lease.is_joined:
+            self._join()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._lease.on_join = self._lease.on_reminder = _nothing
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    # -- the connection
+
+    def _join(self) -> None:
+        """There is another owner."""
+        with self._lock:
+            self._connect()
+
+    def _connect(self) -> None:
+        """With the lock."""
+        tables: list[Mirror] = []
+
+        def map_table(fd: int) -> None:
+            tables.append(Mirror(Mapped(fd).memory))
+
+        pid = self._lease.pid
+        try:
+            path = str(self._place.calls)
+            caller = Caller(path, HOST, None, self.request_timeout_s, map_table)
+        except NoAnswer as exc:
+            self._link_s = time.monotonic() + PAUSE_S
+            logger.warning("%s; it is tried again", exc)
+            return
+        former, self._link = self._link, _Link(caller, tables[0])
+        self._pid = pid
+        if former is not None:
+            former.close()
+        for number in np.flatnonzero(np.frombuffer(tables[0].ranks, np.uint8)).tolist():
+            self._load_times.forget(number)  # The owner's numbers may be others' now.
+
+    def _joined(self) -> _Link | None:
+        """The connection to the owner; None if there is none."""
+        if not self._lease.is_joined:
+            return None
+        if self._pid != self._lease.pid and time.monotonic() >= self._link_s:
+            with self._lock:
+                if self._pid != self._lease.pid:
+                    self._connect()
+        return self._link if self._pid == self._lease.pid else None
+
+    # -- look-ups
+
+    def __len__(self) -> int:
+        link = self._link
+        return 0 if link is None else len(link.table)
+
+    @property
+    def table_bytes(self) -> int:
+        """None: it is the owner's."""
+        return 0
+
+    @property
+    def ranks(self) -> bytes:
+        """Without an owner to ask, its memory alone."""
+        link = self._link
+        if link is None:
+            return bytes(OWNERS_MAX)
+        return link.table.ranks if self._joined() is link else OWN_ALONE
+
+    def ranks_without(self, numbers: Collection[int]) -> bytes:
+        """See ``Pool``."""
+        ranks = bytearray(self.ranks)
+        for number in numbers:
+            ranks[number] = 0
+        return bytes(ranks)
+
+    @property
+    def ranks_of_loads(self) -> bytes:
+        """The same: what is mapped is read in any case."""
+        return self.ranks
+
+    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
+        """See ``Pool``."""
+        places = np.zeros(len(keys), PLACE)
+        link = self._link
+        if link is None:
+            return places
+        ranks = self.ranks if ranks is None else ranks
+        link.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places)
+        is_far = (places["owner"] != OWN) | (places["slot"] == LOWER_TIER)
+        is_far &= places["found"] == Found.HERE
+        if is_far.any():
+            places["slot"][is_far] = LOWER_TIER
+            if self._joined() is not link:  # Nobody is there to be asked for them.
+                places["found"][is_far] = Found.MISSING
+        return places
+
+    def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
+        """See ``Pool``."""
+        ranks = bytearray(OWNERS_MAX)
+        ranks[number] = 1
+        return self.look_up(keys, fingerprint, bytes(ranks))
+
+    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:  # noqa: ARG002
+        """See ``Pool``. Wakes up the lease's thread if it was not reminded since the last time; of
+        too many, some are left out."""
+        if len(self._touched) < TOUCHES_MAX:
+            self._touched.append((keys, signature))
+            self._lease.remind()
+
+    def _tell_touched(self) -> None:
+        """In the lease's thread."""
+        link, touches = self._joined(), list[Touch]()
+        while self._touched:
+            keys, signature = self._touched.popleft()
+            for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
+                some = keys[first : first + CLAIM_OBJECTS_MAX]
+                touches.append(Touch(some.tobytes(), signature))
+        if link is not None:
+            link.caller.tell(touches)
+
+    # -- owners
+
+    def source(self, number: int) -> Source | None:
+        """See ``Pool``: whichever number it is, what can be read lies in this host's memory."""
+        link = self._link
+        if link is None:
+            return None
+        window, peer = link.caller.window, None
+        if window is None or self._memory.has_engine:
+            peer = self._peer(link)
+            if peer is None and window is None:
+                return None
+        hello = link.caller.hello
+        return Source(number, peer, hello.headers_address, hello.slots_address, window)
+
+    def source_of_all(self, places: Records) -> Source | None:
+        """See ``Pool``."""
+        number = sole_owner(places)
+        return None if number < 0 else self.source(number)
+
+    def _peer(self, link: _Link) -> te.Peer | None:
+        """None if the owner cannot be connected to now. Waits for the first connection."""
+        with link.lock:
+            if link.peer is not None and not link.peer.alive:
+                link.peer = None
+            if link.peer is None and time.monotonic() >= link.connect_s:
+                try:
+                    link.peer = self._memory.engine.connect(link.caller.hello.engine)
+                except te.Error as exc:
+                    link.connect_s = time.monotonic() + PAUSE_S
+                    logger.warning("%s is not read by te: %s", HOST, exc)
+            return link.peer
+
+    def pause(self, number: int, reason: str) -> None:
+        """See ``Pool``. ``source`` connects anew."""
+        logger.warning("the memory of owner %d of the store was not read: %s", number, reason)
+
+    def handle(self, number: int) -> HostHandle | None:
+        """See ``Pool``: the host's owner, whichever number it is."""
+        link = self._joined()
+        source = None if link is None else self.source(number)
+        if link is None or source is None:
+            return None
+        return HostHandle(source, link.caller, self._identity, self.request_timeout_s)
+
+    def _identity(self) -> te.Identity:
+        engine = self._memory.engine
+        return te.Identity(engine.id, engine.epoch)
+
+    def usable(self) -> Sequence[int]:
+        """See ``Pool``: objects are stored at the host's owner, and it stores copies elsewhere."""
+        return [] if self._joined() is None else [OWN]
+
+    def copy(self, keys: Keys, signature: bytes, nbytes: int, copies: int) -> None:
+        """Has so many owners in all have objects that the host's owner has; waits for it."""
+        handle = self.handle(OWN) if len(keys) else None
+        if handle is not None:
+            try:
+                handle.copy(keys, signature, nbytes, copies)
+            except NoAnswer as exc:
+                logger.warning("%d objects may have fewer copies than wanted: %s", len(keys), exc)
+
+    def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:
+        """See ``Pool``. There is nothing to choose from."""
+        return [bytes(16)] * len(numbers), [1.0] * len(numbers), [""] * len(numbers)
+
+    def seen(self) -> tuple[OwnerSeen, ...]:
+        """The host's owner."""
+        if not self._lease.pid:
+            return ()
+        speed = self._load_times.bytes_per_s(OWN)
+        name = f"process {self._lease.pid}"
+        return (OwnerSeen(name, len(self), self._joined() is not None, speed),)
+
+
+class HostManaging(Managing):
+    """See ``Managing``. The owner asks the others."""
+
+    def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
+        handle = self._owners.handle(OWN)
+        rows = np.arange(len(keys), dtype=np.intp)
+        if handle is not None:
+            for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
+                yield rows[first : first + CLAIM_OBJECTS_MAX], handle
+
+
+def _nothing() -> None:
+    """Of who does not want to know."""

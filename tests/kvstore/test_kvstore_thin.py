@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that uses the owner of its host has little of its own: no engine, no thread that wakes
+up. What other owners have it gets by way of the host's memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_host import end_all, shared
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
+
+import te
+from kvstore.loading import Load
+from kvstore.objects.changes import fingerprint_of
+from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.store import Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def host(directory: Path) -> Iterator[Store]:
+    """Uses the owner of its host, which is another process."""
+    try:
+        with Store(shared(directory)) as store:
+            yield store
+    finally:
+        end_all(directory)
+
+
+@pytest.fixture
+def other(directory: Path) -> Iterator[Store]:
+    """Lends memory as a process of another host does."""
+    with Store(config(directory, 16 * MIB)) as store:
+        yield store
+
+
+def switches() -> dict[str, int]:
+    """How often each thread of this process has slept, but for the one that runs the tests."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            lines = (task / "status").read_text().splitlines()
+            (line,) = (one for one in lines if one.startswith("voluntary_ctxt_switches"))
+            found[task.name] = int(line.split()[1])
+    return found
+
+
+def knows(store: Store, signature: bytes = SIG) -> None:
+    """Waits until it finds all of the objects, wherever they are."""
+    until(lambda: store.exists(KEYS, signature, NBYTES).all(), "it knows of them")
+
+
+def test_no_thread_wakes_up_without_work(directory: Path) -> None:
+    before = set(switches())
+    try:
+        with Store(shared(directory)) as store:
+            put_all(store)
+            own = set(switches()) - before
+            assert len(own) <= 3
+            until(lambda: not store._owners._touched)  # type: ignore[attr-defined]
+            time.sleep(0.5)
+            asleep = switches()
+            time.sleep(1.0)
+            assert {one: switches()[one] for one in own} == {one: asleep[one] for one in own}
+            assert not store._memory.has_engine
+    finally:
+        end_all(directory)
+
+
+def test_what_another_owner_has_comes_by_the_host_s_memory(host: Store, other: Store) -> None:
+    room = put_all(other)
+    knows(host)
+    back = Room(host, N, NBYTES)
+    assert host.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+    held = host._owners.held_by(0, KEYS, fingerprint_of(SIG, NBYTES))
+    assert (held["copies"] == 1).all(), "it lies in this host's memory now"
+    back.bytes[:] = 0
+    assert host.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+
+
+def test_it_is_loaded_part_by_part_and_in_ranges(host: Store, other: Store) -> None:
+    room = put_all(other)
+    knows(host)
+    back = Room(host, N, NBYTES)
+    parts = back.split(NBYTES // 4, NBYTES - NBYTES // 4)
+    load = Load(host, KEYS, SIG, parts, TIMEOUT_S)
+    load.begin(0, 1)
+    load.begin(1, 2)
+    assert load.wait(0)
+    assert load.wait(1)
+    assert load.finish() == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+    some = Room(host, N, 100)
+    assert host.get_range(KEYS, SIG, NBYTES, 64, some.pieces) == [Got.RIGHT] * N
+    assert (some.bytes == room.bytes[:, 64:164]).all()
+
+
+def test_several_who_want_the_same_have_it_read_once(
+    directory: Path, host: Store, other: Store
+) -> None:
+    room = put_all(other)
+    knows(host)
+    with ThreadPoolExecutor(8) as threads:
+
+        def use(_: int) -> bool:
+            with Store(shared(directory)) as store:
+                back = Room(store, N, NBYTES)
+                came = store.get(KEYS, SIG, back.pieces, TIMEOUT_S)
+                return came == [Got.RIGHT] * N and bool((back.bytes == room.bytes).all())
+
+        assert all(threads.map(use, range(8)))
+    places = host._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))
+    assert (places["copies"] == 2).all(), "there and here"
+
+
+def test_eight_who_store_the_same_store_it_once(directory: Path, host: Store) -> None:
+    with ThreadPoolExecutor(8) as threads:
+
+        def use(_: int) -> list[Put]:
+            with Store(shared(directory)) as store:
+                return store.put(KEYS, SIG, filled(store).pieces)
+
+        outcomes = [one for found in threads.map(use, range(8)) for one in found]
+    assert outcomes.count(Put.STORED) == N
+    assert set(outcomes) <= {Put.STORED, Put.EXISTS, Put.BEING_STORED}
+    assert len(host) == N
+
+
+def test_what_is_asked_of_the_store_is_asked_of_all_owners(host: Store, other: Store) -> None:
+    put_all(other)
+    knows(host)
+    assert host.sizes(KEYS, SIG).tolist() == [NBYTES] * N
+    assert host.pin(KEYS[:2], SIG, 60.0) == [Pinned.PINNED] * 2
+    assert other.status().own.pinned == 2  # type: ignore[union-attr]
+    host.unpin(KEYS[:2], SIG)
+    assert other.status().own.pinned == 0  # type: ignore[union-attr]
+    assert host.remove(KEYS[:2], SIG) == [Removed.REMOVED] * 2
+    assert not other.exists(KEYS[:2], SIG, NBYTES).any()
+    assert host.clear(SIG) == N - 2
+    assert not other.exists(KEYS, SIG, NBYTES).any()
+
+
+def test_copies_go_to_another_owner(directory: Path, other: Store) -> None:
+    try:
+        with Store(shared(directory, copies=2)) as store:
+            until(lambda: sum(map(bool, store._owners.ranks)) == 2, "the owner knows the other")
+            put_all(store)
+            knows(other)
+            assert store.put(KEYS, SIG, filled(store).pieces) == [Put.EXISTS] * N
+            fingerprint = fingerprint_of(SIG, NBYTES)
+            until(lambda: (store._owners.look_up(KEYS, fingerprint)["copies"] == 2).all())
+    finally:
+        end_all(directory)
+
+
+def test_objects_larger_than_a_tray_and_more_than_fit_one(directory: Path) -> None:
+    try:
+        with Store(shared(directory, 128 * MIB)) as store:
+            for count, nbytes in ((2, 5 * MIB), (70, 100_000)):
+                names, right = keys(count, nbytes), contents(count, nbytes)
+                room, back = Room(store, count, nbytes), Room(store, count, nbytes)
+                room.bytes[:] = right
+                assert store.put(names, SIG, room.split(9, nbytes - 9)) == [Put.STORED] * count
+                assert store.get(names, SIG, back.pieces) == [Got.RIGHT] * count
+                assert (back.bytes == right).all()
+    finally:
+        end_all(directory)
+
+
+def test_memory_that_the_processor_cannot_read_goes_by_te(host: Store) -> None:
+    """A bare address, as that of a GPU's memory."""
+    bytes_ = np.zeros((N, NBYTES), np.uint8)
+    bytes_[:] = right = contents(N, NBYTES)
+    buffered = Room(host, N, NBYTES)
+    region = host.register(bytes_.ctypes.data, bytes_.nbytes)
+    assert host._memory.has_engine
+    room = Room.__new__(Room)
+    room.bytes, room.region = bytes_, region
+    assert host.put(KEYS, SIG, room.pieces) == [Put.STORED] * N
+    assert host.get(KEYS, SIG, buffered.pieces) == [Got.RIGHT] * N
+    assert (buffered.bytes == right).all()
+    bytes_[:] = 0
+    assert host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+    assert (bytes_ == right).all()
+    host.deregister(region)
+    host.deregister(buffered.region)
+
+
+def test_memory_that_is_not_registered_is_refused(host: Store) -> None:
+    put_all(host)
+    back = Room(host, N, NBYTES)
+    host.deregister(back.region)
+    with pytest.raises(te.BoundsError, match="lie in registered memory"):
+        host.get(KEYS, SIG, back.pieces)
+    with pytest.raises(te.BoundsError, match="lie in registered memory"):
+        host.put(keys(N, 4), SIG, back.pieces)
+    with pytest.raises(te.RegistrationError, match="was not registered"):
+        host.deregister(back.region)
+    host.register(back.bytes)
+    with pytest.raises(te.RegistrationError, match="overlaps"):
+        host.register(back.bytes[1:])
+
+
+def test_without_the_owner_its_memory_is_read_and_all_else_is_a_miss(
+    directory: Path, other: Store
+) -> None:
+    elsewhere = keys(N, 77)
+    with Store(shared(directory)) as store:
+        try:
+            put_all(store)
+            room = filled(other)
+            assert other.put(elsewhere, SIG, room.pieces) == [Put.STORED] * N
+            until(lambda: store.exists(elsewhere, SIG, NBYTES).all())
+            store._lease.close()  # type: ignore[union-attr]
+            store._lease._line = None  # type: ignore[union-attr]
+            back = Room(store, N, NBYTES)
+            assert store.exists(KEYS, SIG, NBYTES).all()
+            assert store.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+            assert not store.exists(elsewhere, SIG, NBYTES).any()
+            assert store.get(elsewhere, SIG, back.pieces) == [Got.MISSING] * N
+            assert store.put(keys(N, 9), SIG, back.pieces) == [Put.UNREACHABLE] * N
+            assert store.remove(KEYS, SIG) == [Removed.UNREACHABLE] * N
+        finally:
+            end_all(directory)
