@@ -45,7 +45,7 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parents[1]
 #: Lets SGLang's modules be imported where there is no GPU.
 SHIM = ROOT / "tests/support/cpu_serving/shim"
-READY_S = 120.0
+READY_S = 300.0
 
 
 def free_port() -> int:
