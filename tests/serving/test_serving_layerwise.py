@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from cpu_serving.expectations import Layout, Serving
+from cpu_serving.expectations import UNVERIFIED, Layout, Serving
 from cpu_serving.layerwise import Layerwise, layers_announced_early, layers_left_out
 from cpu_serving.overlap import Overlap, events_ignored
 from cpu_serving.traffic import (
@@ -54,6 +54,7 @@ def layout(request: pytest.FixtureRequest) -> Layout:
         chunked_prefill_size=CHUNK,
         overlap=request.param,
         layerwise=Layerwise(always=True),
+        extra_env=UNVERIFIED,
     )
 
 

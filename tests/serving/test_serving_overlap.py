@@ -11,7 +11,7 @@ import asyncio
 import aiohttp
 import pytest
 import requests
-from cpu_serving.expectations import VERIFIED, Layout, Serving
+from cpu_serving.expectations import UNVERIFIED, Layout, Serving
 from cpu_serving.overlap import Overlap, events_ignored, read_counts
 from cpu_serving.traffic import (
     Answer,
@@ -38,7 +38,7 @@ def layout() -> Layout:
         page_size=PAGE,
         chunked_prefill_size=CHUNK,
         overlap=Overlap(delay_ms=60),
-        extra_env=VERIFIED,
+        extra_env=UNVERIFIED,
     )
 
 

@@ -14,11 +14,13 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import Answer, Request, compare, send_all
 
-__all__ = ["VERIFIED", "Layout", "Reference", "Serving"]
+__all__ = ["UNVERIFIED", "VERIFIED", "Layout", "Reference", "Serving"]
 
 VERIFY = "SGLANG_MOONCAKE_VERIFY"
 #: Of a server whose requests are all compared by digests.
 VERIFIED = {VERIFY: "all"}
+#: Of one whose wrong tokens a test wants to see: digests would fail the request before.
+UNVERIFIED = {VERIFY: "off"}
 
 Key: TypeAlias = tuple[str, tuple[int, ...], int]
 
