@@ -220,7 +220,8 @@ def test_a_client_has_one_and_they_are_a_small_part_of_the_memory(
 ) -> None:
     own = own_of(owner)
     assert put(far_guest, 0) == [Put.STORED] * N
-    assert own._ahead == {te.Identity(far_guest._engine.id, far_guest._engine.epoch): N * NBYTES}
+    engine = far_guest._memory.engine
+    assert own._ahead == {te.Identity(engine.id, engine.epoch): N * NBYTES}
     handle = handle_of(far_guest, 1)
     grant = handle.claim(keys(1, 9), SIG, NBYTES, TIMEOUT_S)
     held = own.begin_publishing(grant.claim_id)

@@ -67,7 +67,7 @@ class Answering:
 
 
 def handle_to(answer: Answer) -> RemoteHandle:
-    owner: Any = SimpleNamespace(name="abc")
+    owner: Any = SimpleNamespace(name="abc", aheads=None)
     engine: Any = SimpleNamespace(id="0" * 32, epoch=1)
     caller: Any = Answering(answer)
     source: Any = None

@@ -51,7 +51,8 @@ PLACES |= {"free_managed_buffer": 2, "write_bytes_to_buffer": 3, "read_bytes_fro
 
 
 def test_no_method_is_left_out() -> None:
-    assert {name for name in vars_of(TransferEngine) if not name.startswith("_")} == {*METHODS}
+    ours = {name for name in vars_of(TransferEngine) if not name.startswith("_")}
+    assert ours == {*METHODS, "get_engine"}
 
 
 def vars_of(kind: type) -> set[str]:
