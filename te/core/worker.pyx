@@ -322,6 +322,7 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
         if has_left(me):
             return
         if w.has_gone:
+            worker_adopt(w)  # An event may have ended something before it was taken over.
             sweep(w)
         if stopping and w.polled == NULL:
             return
