@@ -31,6 +31,7 @@ ctypedef uint64_t u64
 cdef extern from *:
     """
     #include <sched.h>
+    #include <string.h>
     #include <sys/mman.h>
     static inline void look_ahead(const void *p) { __builtin_prefetch(p); }
     static inline unsigned long load_number(const unsigned long *p) {
@@ -46,7 +47,10 @@ cdef extern from *:
     static inline void end_change(unsigned long *p) { __atomic_store_n(p, *p + 1, __ATOMIC_RELEASE); }
     static inline void after_reads(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
     static inline void wait_a_little(int is_long) { if (is_long) sched_yield(); }
-    static inline void free_pages(void *p, unsigned long n) { (void)madvise(p, n, MADV_REMOVE); }
+    /* They read as zeros from now on. Memory that is locked (mlockall) cannot be freed. */
+    static inline void free_pages(void *p, unsigned long n) {
+        if (madvise(p, n, MADV_REMOVE)) memset(p, 0, n);
+    }
     """
     void look_ahead(const void *p) noexcept nogil
     u64 load_number(const u64 *p) noexcept nogil
@@ -287,7 +291,10 @@ cdef class Table(Reader):
             os.ftruncate(fd, FILE_BYTES)
             # Who has it mapped must never find it shorter.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.open(mmap.mmap(fd, FILE_BYTES), True)
+            mapped = mmap.mmap(fd, FILE_BYTES)
+            # A core dump would give each of its holes a page: 64 GiB.
+            mapped.madvise(mmap.MADV_DONTDUMP)
+            self.open(mapped, True)
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(fd)

@@ -33,6 +33,8 @@ class Mapped:
         self.nbytes: Final = os.fstat(fd).st_size
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0)
         self.memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)
+        # A core dump would give each hole of the file its page, and write all of it.
+        self.memory.madvise(mmap.MADV_DONTDUMP)
         self.address: Final = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     @classmethod

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -311,3 +315,51 @@ def test_it_is_read_while_it_changes() -> None:
         table.set_rank(OWNERS_MAX - 1, 1)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+NAME = "kvstore-table"  # of its file
+
+
+def test_a_core_dump_leaves_it_out() -> None:
+    """Else each hole of its file would get a page then."""
+    table = Table()
+    memory = Mapped(table.fd)
+    smaps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = [after.splitlines()[0].split() for before, after in pairwise(smaps) if NAME in before]
+    assert len(flags) >= 2, "the table's own, and the other one's"
+    assert all("dd" in one for one in flags)
+    del memory
+
+
+LOCKED = """
+import ctypes, os
+import numpy as np
+from kvstore._table import Table
+from kvstore.objects.changes import ADDED, CHANGE
+MCL_FUTURE, MCL_ONFAULT = 2, 4
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mlockall(MCL_FUTURE | MCL_ONFAULT):
+    raise OSError(ctypes.get_errno(), "mlockall")
+table = Table()
+# Of a shard each: the second one gets the first one's blocks.
+for top, count in ((1, 6000), (2, 1500)):
+    changes = np.zeros(count, CHANGE)
+    key = np.zeros((count, 2), "<u8")
+    # The upper bits of (key * constant) say which shard it is: its inverse gives the key.
+    inverse = pow(0xD6E8FEB86659FD93, -1, 1 << 64)
+    wanted = [(top << 54 | row) * inverse % (1 << 64) for row in range(count)]
+    key[:, 0] = wanted
+    changes["key"] = key.view("V16")[:, 0]
+    changes["slot"] = np.arange(count)
+    changes["op"] = ADDED
+    table.apply(0, changes)
+assert len(table) == 7500 == table.count(0)
+"""
+
+
+def test_memory_that_is_locked_is_used_again_as_zeros() -> None:
+    """MADV_REMOVE cannot free it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
