@@ -24,9 +24,10 @@ from kvstore.host.messages import (
     decode,
     encode,
 )
-from kvstore.host.place import Lock, Place, check_user
+from kvstore.host.place import Lock, Place
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.protocol.messages import VERSION
+from kvstore.protocol.users import check_user
 from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Brought", "Hosting"]

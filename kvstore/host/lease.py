@@ -31,9 +31,10 @@ from kvstore.host.messages import (
     decode,
     encode,
 )
-from kvstore.host.place import Place, check_user
+from kvstore.host.place import Place
 from kvstore.host.starting import Starting
 from kvstore.protocol.messages import VERSION
+from kvstore.protocol.users import check_user
 from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Lease", "Refusal"]
@@ -261,7 +262,7 @@ class Lease:
             is_refused = False
             try:
                 if self._try(JOIN_TIMEOUT_S):
-                    self.on_join()
+                    self._call(self.on_join)
                     return
             except Refusal as exc:
                 is_refused = True
@@ -275,11 +276,10 @@ class Lease:
         is_over = False
         while not (is_over or self._is_closing):
             is_over = self._wait(line, None, self._reminder_fd)
-            if not is_over and self._is_reminded and not self._is_closing:
-                os.eventfd_read(self._reminder_fd)
+            if not is_over and not self._is_closing and self._was_reminded():
                 is_over = self._wait(line, REMINDER_S)
                 self._is_reminded = False
-                self.on_reminder()
+                self._call(self.on_reminder)
         if self._is_closing:
             return
         raw = b""
@@ -294,6 +294,21 @@ class Lease:
         logger.warning(
             "the owner of this host's store has ended: pages are computed until there is another"
         )
+
+    def _was_reminded(self) -> bool:
+        """Since the last time. Two threads may have reminded at once, and one of them late."""
+        try:
+            os.eventfd_read(self._reminder_fd)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _call(self, back: Callable[[], object]) -> None:
+        """The thread goes on: without it, no owner is joined any more."""
+        try:
+            back()
+        except Exception:
+            logger.exception("a bug in the store: the owner of this host is used in part")
 
     def _wait(self, line: socket.socket | None, timeout_s: float | None, *more: int) -> bool:
         """Until there is something to read, this is to be closed, or one of ``more`` descriptors is

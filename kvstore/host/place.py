@@ -12,26 +12,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import socket
-import struct
 import weakref
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Lock", "Place", "check_user"]
+__all__ = ["Lock", "Place"]
 
-_CREDENTIALS: Final = struct.Struct("=iII")
-"""struct ucred: process, user, group."""
 _NAME: Final = re.compile(rb"[0-9a-f]{32}")
-
-
-def check_user(line: socket.socket) -> None:
-    """``ValueError`` if the process at the other end of a Unix socket is another user's. The mode
-    of the directory says so already; this holds if somebody changes it."""
-    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    if user != os.geteuid():
-        raise ValueError(f"a process of the user {user} is at the other end")
 
 
 class Lock:

@@ -30,6 +30,7 @@ from kvstore.protocol.messages import (
     decode_question,
     encode,
 )
+from kvstore.protocol.users import check_user
 from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["Answerer"]
@@ -136,6 +137,8 @@ class Answerer:
             line.close()
 
     def _serve(self, line: socket.socket) -> None:
+        if self._shared:
+            check_user(line)
         tray = self._greet(line)
         if tray is None:
             return

@@ -37,6 +37,7 @@ from kvstore.protocol.messages import (
     decode_answer,
     encode,
 )
+from kvstore.protocol.users import check_user
 
 __all__ = ["Caller", "Line", "Window"]
 
@@ -78,11 +79,16 @@ class Line:
         table, which the owner of a host sends first."""
         self._name = name
         self._room = bytearray(CALL_BYTES_MAX)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         until_s = time.monotonic() + timeout_s
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as exc:  # Too many open files.
+            raise NoAnswer(f"owner {name} cannot be called: {exc}") from exc
         try:
             self._wait_until(until_s)
             self._socket.connect(path)
+            if map_table is not None:
+                check_user(self._socket)
             self.tray, fd = Mapped.make(tray_bytes)
             try:
                 socket.send_fds(self._socket, [encode(Greet(VERSION))], [fd])

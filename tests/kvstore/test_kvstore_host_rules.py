@@ -19,7 +19,8 @@ from kvstore.config import Config
 from kvstore.host import agreement
 from kvstore.host.lifetime import ADOPTION_S, FIRST_USE_S, Adoption, Attempts, Presence
 from kvstore.host.messages import Farewell, Join, Joined, Refused, decode, encode
-from kvstore.host.place import Place, check_user
+from kvstore.host.place import Place
+from kvstore.protocol.users import check_user
 
 LINGER_S = 600.0
 

@@ -5,6 +5,8 @@ up. What other owners have it gets by way of the host's memory."""
 from __future__ import annotations
 
 import os
+import select
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,9 @@ import te
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.protocol import calling
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Line
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -232,3 +237,56 @@ def test_without_the_owner_its_memory_is_read_and_all_else_is_a_miss(
             assert store.remove(KEYS, SIG) == [Removed.UNREACHABLE] * N
         finally:
             end_all(directory)
+
+
+def test_a_reminder_that_comes_late_is_taken(host: Store) -> None:
+    """Of two threads that remind at once, one may write when the other's has been seen to."""
+    lease = host._owners._lease  # type: ignore[attr-defined]
+    assert not lease._is_reminded
+    os.eventfd_write(lease._reminder_fd, 1)
+
+    def is_taken() -> bool:
+        poll = select.poll()
+        poll.register(lease._reminder_fd, select.POLLIN)
+        return not poll.poll(0)
+
+    until(is_taken, "the lease's thread has read it")
+
+
+def test_the_lease_goes_on_when_the_owner_cannot_be_called(
+    host: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for too many open files."""
+    lease = host._owners._lease  # type: ignore[attr-defined]
+
+    def fail() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(lease, "on_reminder", fail)
+    lease.remind()
+    until(lambda: not lease._is_reminded, "it was reminded")
+    assert lease._thread.is_alive()
+    joined = threading.Event()
+    monkeypatch.setattr(lease, "on_reminder", joined.set)
+    lease.remind()
+    assert joined.wait(TIMEOUT_S)
+
+
+def test_without_a_descriptor_there_is_no_line(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(calling.socket, "socket", no_socket)
+    with pytest.raises(NoAnswer, match=r"owner abc cannot be called: .*Too many open files"):
+        Line(str(directory / "owner.calls"), "abc", TIMEOUT_S)
+
+
+def test_another_user_s_process_gets_no_table(host: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = host._owners._lease  # type: ignore[attr-defined]
+    path = str(lease._place.socket.with_name("owner.calls"))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(NoAnswer, match=f"a process of the user {user} is at the other end"):
+        Line(path, "abc", TIMEOUT_S, map_table=lambda _: None)
