@@ -245,7 +245,7 @@ def digests(
     cdef u64 i, n = len(found), end, until_ns = now_ns() + <u64>(timeout_s * 1e9)
     cdef View at = View(addresses, n), begins = View(offsets, len(offsets))
     cdef View of = View(sizes, len(offsets)), to = View(found, n, True)
-    cdef Snapshot *s = engine.p.regions.now
+    cdef Snapshot *s
     cdef Region *r
     cdef Region **held
     cdef u32 held_n = 0
@@ -255,6 +255,9 @@ def digests(
     describe(&shape, begins, of, len(offsets))
     if not bounce.settle(0.0):
         return ETIMEDOUT, -1
+    # This thread is in no section: only the interpreter lock keeps the snapshot from being freed, so
+    # nothing may give the lock away from here until the regions are held.
+    s = engine.p.regions.now
     cdef uint8_t *touched = <uint8_t *>need(s.count + 1)
     cdef Kind **kinds = <Kind **>need((n + 1) * sizeof(Kind *))
     for i in range(n):

@@ -4,7 +4,8 @@ copier reads, which may be late, fail or hang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from te_cuda import NEWEST, SYNCHRONISES, cuda
 from te_sealed import Sealed, sealed
 
 import te
+from te.core import digests
 from te.digests import BOUNCE_NBYTES, UNITS_MAX
 
 NBYTES = 4 << 20
@@ -123,6 +125,38 @@ def test_memory_is_deregistered_once_its_digests_are_made(engine):
     engine.deregister(region)
     with pytest.raises(te.DigestError, match="outside"):
         one.digests(words(region.address), words(0), words(1))
+    one.close()
+
+
+class Interrupted(digests.Bounce):
+    """Another thread has the interpreter lock while this one looks whether a device is ready."""
+
+    meanwhile: Callable[[], object]
+
+    def settle(self, timeout_s: float) -> bool:
+        other = threading.Thread(target=self.meanwhile)
+        other.start()
+        other.join()
+        return super().settle(timeout_s)
+
+
+def test_memory_that_leaves_as_its_digests_begin_is_not_read(engine):
+    """Each registration replaces the table of the regions, and frees the one before."""
+    memory = random_bytes(1 << 16)
+    others = [random_bytes(4096, seed=n) for n in range(20)]
+    region = engine.register(memory)
+    one = engine.digester()
+    one._bounce = Interrupted(one._bytes.ctypes.data, BOUNCE_NBYTES)
+
+    def come_and_go() -> None:
+        engine.deregister(region)
+        for other in [engine.register(other) for other in others]:
+            engine.deregister(other)
+
+    one._bounce.meanwhile = come_and_go
+    with pytest.raises(te.DigestError, match="outside"):
+        one.digests(words(region.address), words(0), words(1 << 16))
+    one._bounce.meanwhile = lambda: None
     one.close()
 
 
