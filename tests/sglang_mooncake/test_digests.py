@@ -236,6 +236,33 @@ def test_an_abort_while_digests_are_made_ends_both_sides(side, monkeypatch):
         assert not pair.decode.side.has_arrived(target)
 
 
+def test_pages_that_are_used_again_while_they_are_read_are_no_difference(monkeypatch):
+    """An abort frees the pages of the decode side; what another request writes there is its own."""
+    go_on, asked = threading.Event(), threading.Event()
+    with pair_of() as pair:
+        digester = pair.decode.side._digests.digester
+        read = digester.digests
+
+        def late(addresses: Any, *more: Any) -> Any:
+            if int(addresses[0]) == pair.target.aux[3].ctypes.data:  # what is read last
+                asked.set()
+                go_on.wait()
+                pair.target.aux[3] += 1
+            return read(addresses, *more)
+
+        monkeypatch.setattr(digester, "digests", late)
+        source, target = pair.open_both(1)
+        pair.name_pages(target, TARGETS, aux=3)
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+        pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+        assert asked.wait()
+        pair.decode.side.abort(target, "the client has left")
+        until(lambda: target.view.over, "the pages are free")
+        go_on.set()
+    # Its thread has ended.
+    assert (totals(pair.decode)["equal"], totals(pair.decode)["different"]) == (0, 0)
+
+
 def test_every_slot_of_metadata_is_compared():
     with pair_of() as pair:
         real = pair.decode.side._digests.landed
