@@ -98,7 +98,8 @@ class Memory:
             if at < 0 or self._ranges[at][0] is not region:
                 raise te.RegistrationError(f"{region!r} was not registered with the store")
             if self._engine is not None:
-                self._engine.deregister(self._known.pop(region, region))
+                self._engine.deregister(self._known.get(region, region))
+                self._known.pop(region, None)
             del self._starts[at], self._ranges[at]
             self._note()
 

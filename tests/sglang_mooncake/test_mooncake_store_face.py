@@ -139,6 +139,21 @@ def test_bytes_of_python_come_back_and_the_first_value_stays(store) -> None:
     assert address == np.frombuffer(handle, np.uint8).ctypes.data
 
 
+def test_memory_that_could_not_be_unregistered_still_is_and_can_be(store, monkeypatch) -> None:
+    real = Store.deregister
+    with Room(store) as room:
+
+        def refuses(self: Store, region: te.Region) -> None:
+            raise te.RegistrationError(f"1 unfinished transfers read from the region {region}")
+
+        monkeypatch.setattr(Store, "deregister", refuses)
+        assert store.unregister_buffer(room.at) != 0
+        monkeypatch.setattr(Store, "deregister", real)
+        room.bytes[:] = 7
+        assert store.put_from("k", room.at, 8) == 0
+    assert store.get("k") == bytes([7] * 8)
+
+
 def test_what_put_refuses(store, caplog) -> None:
     assert store.put("", b"v") == store.put("k", b"") == -600
     assert store.put("k", bytes(BUFFER + 1)) == -600

@@ -72,12 +72,16 @@ class Opened:
             self._regions[address] = region
 
     def deregister(self, address: int) -> None:
-        """What begins there. ``ValueError`` if that was not registered."""
+        """What begins there. ``ValueError`` if that was not registered. After any other error it
+        still is."""
         with self._lock:
-            region = self._regions.pop(address, None)
+            region = self._regions.get(address)
         if region is None:
             raise ValueError(f"no registered memory begins at {address:#x}")
         self.store.deregister(region)
+        with self._lock:
+            if self._regions.get(address) is region:  # else registered again by now
+                del self._regions[address]
 
     def room_from(self, address: int) -> int:
         """How many registered bytes there are from an address on; 0 for none."""
