@@ -33,7 +33,7 @@ ALLOWED = {
     "bootstrap_server/settings": set(),
     "kvstore": {"bootstrap_server", "msgspec", "numpy", "te"},
     "kvstore/client": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
-    "kvstore/host": {"msgspec"},
+    "kvstore/host": {"msgspec", "numpy", "te"},
     "kvstore/lmcache": {"lmcache", "msgspec", "numpy", "te"},
     "kvstore/membership": {"bootstrap_server", "msgspec", "redis"},
     "kvstore/memory": set(),
