@@ -15,11 +15,20 @@ import numpy as np
 
 from sglang_mooncake.layout.indices import Indices
 
-__all__ = ["SAMPLE_NBYTES", "SAMPLE_ROOMS", "Verify", "chosen_cells", "is_chosen", "sample_size"]
+__all__ = [
+    "SAMPLE_CELLS_MIN",
+    "SAMPLE_NBYTES",
+    "SAMPLE_ROOMS",
+    "Verify",
+    "chosen_cells",
+    "is_chosen",
+    "sample_size",
+]
 
-#: Of so many requests one is digested, and of its cells one of so many is drawn: a page that is
-#: wrong in 16 buffers is found there 98 times of 100. That is 1/256 of all bytes, and a core makes
-#: digests several times as fast as TCP moves bytes.
+#: Of so many requests a pair of ranks digests one, and of its cells one of so many is drawn: a page
+#: that is wrong in 16 buffers is found there 98 times of 100, unless `SAMPLE_NBYTES` makes the part
+#: smaller. That is 1/256 of all bytes at most, and a core makes digests several times as fast as
+#: TCP moves bytes.
 SAMPLE_ROOMS = 64
 SAMPLE_PART = 4
 #: At least so many cells, and about so many bytes at most: they take a core some milliseconds.

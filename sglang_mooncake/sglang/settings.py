@@ -21,7 +21,7 @@ from bootstrap_server.settings.values import (
     text,
     whole,
 )
-from sglang_mooncake.layout.chosen import SAMPLE_NBYTES, SAMPLE_ROOMS, Verify
+from sglang_mooncake.layout.chosen import SAMPLE_CELLS_MIN, SAMPLE_NBYTES, SAMPLE_ROOMS, Verify
 from sglang_mooncake.registries import Registries, addresses
 from sglang_mooncake.sglang.mooncake_variables import VARIABLES
 from sglang_mooncake.stats import STORY_ROOMS
@@ -158,10 +158,11 @@ SETTINGS: tuple[Setting, ...] = (
         "verify",
         choice(tuple(one.name.lower() for one in Verify)),
         "How much of the KV cache is compared by digests when it has arrived, before SGLang is"
-        f" told: nothing, a sample (of one request in {SAMPLE_ROOMS} a random {SAMPLE_NBYTES >> 20}"
-        " MiB at most), or all. A request of which something differs fails, and its reason"
-        " names pages, layers and both ranks. Where the two servers have different values, the"
-        " stricter one counts.",
+        " told: nothing, a sample, or all. For a sample each pair of ranks draws one request in"
+        f" {SAMPLE_ROOMS}, and of that about {SAMPLE_NBYTES >> 20} MiB at most, or"
+        f" {SAMPLE_CELLS_MIN} pages of a layer each if these are more. A request of which"
+        " something differs fails, and its reason names pages, layers and both ranks. Where the"
+        " two servers have different values, the stricter one counts.",
         default="sample",
     ),
     _own(
