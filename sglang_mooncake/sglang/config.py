@@ -69,7 +69,7 @@ class Config:
     registries: Registries = field(default_factory=Registries)
     registry: tuple[str, ...] = ()
     layerwise: bool = False
-    verify: str = "sample"
+    verify: str = "off"
     drop_in: bool = False
     #: Settings of the store by their names, for `mooncake.store`.
     store: Mapping[str, Any] = field(default_factory=dict)

@@ -163,7 +163,7 @@ SETTINGS: tuple[Setting, ...] = (
         f" {SAMPLE_CELLS_MIN} pages of a layer each if these are more. A request of which"
         " something differs fails, and its reason names pages, layers and both ranks. Where the"
         " two servers have different values, the stricter one counts.",
-        default="sample",
+        default="off",
     ),
     _own(
         "drop_in",
