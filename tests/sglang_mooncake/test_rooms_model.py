@@ -48,6 +48,7 @@ def test_layers_that_go_before_their_chunk_and_any_fault():
 
 @pytest.mark.slow
 @pytest.mark.by_turns("layers")
+@pytest.mark.timeout(400)  # 35 s of a processor, which others may want as well
 def test_layers_that_go_before_their_chunk_and_any_two_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=2, by_layers=True).explore(), 120_000, 1)
 
