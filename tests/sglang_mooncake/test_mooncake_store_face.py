@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 import pytest
+from handover import until
 
 import te
 from kvstore.config import Config
@@ -45,6 +46,13 @@ def store_of(directory: Path, **more: object) -> MooncakeDistributedStore:
 
     name = MooncakeDistributedStore.__name__
     return type(name, (MooncakeDistributedStore,), {"options": Options(open_store)})()
+
+
+def knows_the_lender(store: MooncakeDistributedStore) -> None:
+    """Waits for what `setup` waits `QUIET_S` for."""
+    opened = store._opened
+    assert opened is not None
+    until(lambda: any(one.usable for one in opened.store.status().owners), "it knows the lender")
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +319,7 @@ def test_who_names_another_master_or_tenant_shares_nothing(store, directory) -> 
         if "master_server_addr" in given:
             del base["master_server_address"]
         assert other.setup(base | given) == 0
+        knows_the_lender(other)
         assert (other.is_exist("k"), other.get("k")) == (exists, value)
         assert other.get_hostname() == "o:7"
         assert other.close() == 0
@@ -319,6 +328,7 @@ def test_who_names_another_master_or_tenant_shares_nothing(store, directory) -> 
 def test_one_that_lends_nothing_uses_what_others_lend(store, directory) -> None:
     dummy = store_of(directory)
     assert dummy.setup_dummy(1 << 30, BUFFER, "m:1") == 0
+    knows_the_lender(dummy)
     assert dummy.put("k", b"theirs") == 0
     assert dummy.is_exist("k") == 1
     assert store.remove("k") == 0
@@ -337,6 +347,7 @@ def test_without_a_buffer_bytes_of_python_are_refused(directory, store, caplog) 
     other = store_of(directory)
     # With an engine, as SGLang gives its own for "rdma".
     assert other.setup("h", "P2PHANDSHAKE", 0, 0, "rdma", "", "m:1", object()) == 0
+    knows_the_lender(other)
     store.put("k", b"v")
     assert (other.put("x", b"v"), other.get("k"), other.is_exist("x")) == (-600, b"", 0)
     assert "do not fit into the 0 of setup's local_buffer_size" in caplog.text
