@@ -5,20 +5,14 @@ is."""
 
 from __future__ import annotations
 
-from typing import Final
-
-import numpy as np
-
-from kvstore.client.deadline import Deadline
 from kvstore.client.gets import Gets
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.pool import Pool
-from kvstore.client.puts import Puts
 from kvstore.host.bringing import Bringing
+from kvstore.host.copies import Copies
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Removed
-from kvstore.objects.pieces import Pieces
 from kvstore.owner.answers import answer, keys_of, promoted
 from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
@@ -41,9 +35,6 @@ from kvstore.protocol.messages import (
 
 __all__ = ["PoolAnswers"]
 
-PIN_S: Final = 60.0
-"""So long at most objects stay where they are while they are copied to other owners."""
-
 
 class PoolAnswers:
     """Is called in many threads; each call may wait."""
@@ -58,11 +49,9 @@ class PoolAnswers:
         memory_bytes: int,
     ) -> None:
         """``memory_bytes``: of the owner."""
-        self._copier = copier
         self._owner = owner
-        self._pool = pool
-        self._memory = memory
         self._managing = Managing(pool)
+        self._copies = Copies(owner, pool, memory, copier)
         self._bringing = Bringing(owner, pool, gets, memory_bytes)
 
     def __call__(self, question: Question) -> Answer | None:
@@ -99,20 +88,7 @@ class PoolAnswers:
                 self._managing.unpin(keys_of(keys), signature)
                 return Done()
             case Copy(keys, signature, nbytes, copies):
-                return self._copy(keys, signature, nbytes, copies)
+                self._copies.copy(keys_of(keys), signature, nbytes, copies)
+                return Done()
             case _:
                 return answer(self._owner, question)
-
-    def _copy(self, keys: bytes, signature: bytes, nbytes: int, copies: int) -> Answer:
-        """Out of this host's memory, where they are pinned meanwhile."""
-        names = keys_of(keys)
-        self._owner.pin(names, signature, PIN_S)
-        try:
-            addresses = self._owner.addresses(names, signature, nbytes)
-            here = np.flatnonzero(addresses)
-            puts = Puts(self._pool, self._memory, copies, self._copier)
-            source = Pieces.whole(addresses[here], nbytes)
-            puts.put(names[here], signature, source, Deadline(self._pool.request_timeout_s))
-        finally:
-            self._owner.unpin(names, signature)
-        return Done()

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 import te
+from kvstore import _bytes
 from kvstore.config import Config
 from kvstore.memory.host_memory import check_room
 from kvstore.memory.memory_file import MemoryFile
@@ -33,7 +34,7 @@ from kvstore.memory.slab import UNIT_BYTES, Slab
 from kvstore.memory.slab_file import SlabFile
 from kvstore.objects.changes import Keys, Records
 from kvstore.objects.copying import Copier
-from kvstore.objects.headers import HEADER
+from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Pinned
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.owner.opening import open_tier
@@ -540,12 +541,24 @@ class Owner:
         with self._lock:
             return self._table.sizes(keys, signature)
 
-    def addresses(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.uint64]:
-        """Where objects lie in this process's memory; 0 for those that do not."""
+    def holds(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.bool_]:
+        """Which objects of this size lie in this process's memory."""
+        _, places = self.places(keys, signature, nbytes)
+        return np.array([generation > 0 for _, generation in places], np.bool_)
+
+    def bring(self, keys: Keys, signature: bytes, pieces: Pieces) -> npt.NDArray[np.intp]:
+        """Copies objects out of this process's memory to pieces that the processor can write, and
+        compares them with their headers and checksums. The rows of those that are right."""
+        nbytes = pieces.object_bytes
         _, places = self.places(keys, signature, nbytes)
         slots, generations = np.array(places, np.uint64).reshape(-1, 2).T
-        begin = slots * np.uint64(UNIT_BYTES) + np.uint64(self._slots_address)
-        return np.where(generations > 0, begin, np.uint64(0))
+        here = np.flatnonzero(generations)
+        wanted = expected(keys[here], signature, nbytes, generations[here])
+        begin = slots[here] * np.uint64(UNIT_BYTES) + np.uint64(self._slots_address)
+        headers = slots[here] * np.uint64(HEADER_BYTES) + np.uint64(self.region.address)
+        codes = self._copier.bring(begin, headers, wanted, pieces.of(here), verify=True)
+        right: npt.NDArray[np.intp] = here[codes == _bytes.RIGHT]
+        return right
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the owner of a host does for its users while others change what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_makers import SIG, Room, config, keys, until
+from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
+
+from kvstore.host.answers import PoolAnswers
+from kvstore.objects.changes import fingerprint_of
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.owner import Owner
+from kvstore.protocol.messages import Copy, Done
+from kvstore.rules.object_table import Verdict
+from kvstore.store import Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def here(directory: Path) -> Iterator[Store]:
+    """Lends a host's memory."""
+    with Store(config(directory, 16 * MIB)) as store:
+        yield store
+
+
+@pytest.fixture
+def other(directory: Path) -> Iterator[Store]:
+    """Lends that of another one."""
+    with Store(config(directory, 16 * MIB)) as store:
+        yield store
+
+
+def owner_of(store: Store) -> Owner:
+    own = store._owners.own
+    assert own is not None
+    return own
+
+
+def answers_of(store: Store) -> PoolAnswers:
+    pool, memory = store._owners, store._config.memory
+    return PoolAnswers(owner_of(store), pool, store._memory, store.gets, store._copier, memory)
+
+
+def copy_to_two(store: Store) -> None:
+    assert answers_of(store)(Copy(KEYS.tobytes(), SIG, NBYTES, 2)) == Done()
+
+
+@pytest.mark.parametrize("step", ["holds", "bring", "look_up"])
+def test_slots_that_get_other_objects_are_not_copied_as_the_former_ones(
+    here: Store, other: Store, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """They change behind that the owner knows which objects it has, behind that it knows where
+    they lie, and behind that they were copied."""
+    until(lambda: sum(map(bool, here._owners.ranks)) == 2, "they know each other")
+    room, own = put_all(here), owner_of(here)
+    later, names = filled(here, seed=3), keys(N, 3)
+    slots = {slot for slot, _ in own.places(KEYS, SIG, NBYTES)[1]}
+
+    def change() -> None:
+        monkeypatch.undo()
+        own.remove(KEYS, SIG)
+        assert own.take(names, SIG, later.pieces) == [Verdict.GRANTED] * N
+
+    what: Any = {"holds": own, "bring": own._copier, "look_up": here._owners}[step]
+    former = getattr(what, step)
+
+    def hooked(*args: Any, **more: Any) -> Any:
+        if step == "bring":
+            change()
+            return former(*args, **more)
+        result = former(*args, **more)
+        change()
+        return result
+
+    monkeypatch.setattr(what, step, hooked)
+    copy_to_two(here)
+    assert slots == {slot for slot, _ in own.places(names, SIG, NBYTES)[1]}, "they have changed"
+    back = Room(other, N, NBYTES)
+    outcomes = other.get(KEYS, SIG, back.pieces)
+    was_copied = step == "look_up"
+    assert outcomes.count(Got.RIGHT) == (N if was_copied else 0)
+    assert (back.bytes == room.bytes).all() == was_copied
+
+
+def test_copies_are_those_that_lie_in_memory(here: Store, other: Store) -> None:
+    until(lambda: sum(map(bool, here._owners.ranks)) == 2, "they know each other")
+    room = put_all(here)
+    own = owner_of(here)
+    own.remove(KEYS[:3], SIG)
+    copy_to_two(here)
+    fingerprint = fingerprint_of(SIG, NBYTES)
+    until(lambda: (here._owners.look_up(KEYS[3:], fingerprint)["copies"] == 2).all())
+    own.remove(KEYS, SIG)
+    back = Room(other, N, NBYTES)
+    assert other.get(KEYS, SIG, back.pieces) == [Got.MISSING] * 3 + [Got.RIGHT] * (N - 3)
+    assert (back.bytes[3:] == room.bytes[3:]).all()
+
+
+def test_a_copy_of_objects_of_a_size_that_there_is_not_does_nothing(here: Store) -> None:
+    put_all(here)
+    for nbytes in (NBYTES + 1, 1 << 62):
+        assert answers_of(here)(Copy(KEYS.tobytes(), SIG, nbytes, 2)) == Done()
+    assert here.put(KEYS, SIG, filled(here).pieces) == [Put.EXISTS] * N
