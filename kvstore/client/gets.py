@@ -162,7 +162,8 @@ class Gets:
         if group.failed is None:
             self.accept(group, destination, outcomes, wrong, is_whole=is_whole)
             return
-        if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
+        link = group.source.link
+        if group.failed is Got.UNREACHABLE and (link is None or not link.alive):
             self._owners.pause(group.source.number, group.reason)
         if group.failed is Got.TIMED_OUT:  # It takes that long, and more.
             self._measure(group, destination)

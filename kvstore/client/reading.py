@@ -88,7 +88,7 @@ class Source:
     """One owner, as somebody reads from it."""
 
     number: int
-    #: None if nobody reads from it by te.
+    #: None if nobody reads from it by te, or can now.
     link: te.Peer | None
     headers_address: int
     slots_address: int
@@ -97,8 +97,9 @@ class Source:
 
     @property
     def peer(self) -> te.Peer:
-        """To read from, and write to, by te."""
-        assert self.link is not None, "where memory is mapped, nothing goes by te"
+        """To read from, and write to, by te. ``te.TransferFailed`` without a connection."""
+        if self.link is None:
+            raise te.TransferFailed(f"te has no connection to owner {self.number} of the store now")
         return self.link
 
     def slots(self, numbers: U64) -> U64:
@@ -198,7 +199,7 @@ class Group:
         begun_s = time.monotonic()
         try:
             self.transfers.append(self.source.peer.read(blocks))
-        except te.QueueFull as exc:
+        except (te.QueueFull, te.TransferFailed) as exc:
             self.fail(Got.UNREACHABLE, str(exc))
         else:
             self.begun_s.append(begun_s)
@@ -268,7 +269,7 @@ class Group:
             headers = self.source.headers(self.slots)
             blocks = room.pieces(len(headers)).blocks(headers, 0, to_slots=False)
             transfer = self.source.peer.read(blocks)
-        except te.QueueFull as exc:
+        except (te.QueueFull, te.TransferFailed) as exc:
             self.fail(Got.UNREACHABLE, str(exc))
             return False
         self._await(transfer, deadline_s)

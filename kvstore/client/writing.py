@@ -42,6 +42,9 @@ def put_group(
 ) -> Sequence[Put]:
     """One outcome for each key. ``copier``: computes checksums; None for a source that the
     processor cannot read. ``te.BoundsError`` if a source is not registered."""
+    if handle.source.link is None:  # Before anything is claimed, which nobody could write.
+        logger.warning("nothing was stored: te has no connection to the owner now")
+        return [Put.UNREACHABLE] * len(keys)
     grant = handle.claimed_ahead(keys, signature, source.object_bytes)
     if grant is not None:
         outcomes = _put_granted(handle, grant, source, deadline, copier)

@@ -19,6 +19,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 import te
+from kvstore.host.pool import HostPool
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
@@ -199,6 +200,31 @@ def test_memory_that_the_processor_cannot_read_goes_by_te(host: Store) -> None:
     assert (bytes_ == right).all()
     host.deregister(region)
     host.deregister(buffered.region)
+
+
+def test_without_a_connection_by_te_such_memory_gets_outcomes(host: Store) -> None:
+    """As in the moment behind the owner's death."""
+    put_all(host)
+    bytes_ = np.zeros((N, NBYTES), np.uint8)
+    room = Room.__new__(Room)
+    room.bytes, room.region = bytes_, host.register(bytes_.ctypes.data, bytes_.nbytes)
+    others = keys(N, 5)
+    pool = host._owners
+    assert isinstance(pool, HostPool)
+    assert pool._link is not None
+    pool._link.connect_s = time.monotonic() + 10 * TIMEOUT_S
+    pool._link.peer = None
+    assert host.get(KEYS, SIG, room.pieces) == [Got.UNREACHABLE] * N
+    load = Load(host, KEYS, SIG, room.pieces, TIMEOUT_S)
+    load.begin(0, 1)
+    assert not load.wait(0)
+    assert load.finish() == [Got.UNREACHABLE] * N
+    assert host.put(others, SIG, room.pieces) == [Put.UNREACHABLE] * N
+    back = Room(host, N, NBYTES)
+    assert host.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N, "the processor needs no connection"
+    pool._link.connect_s = 0.0
+    assert host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+    assert host.put(others, SIG, room.pieces) == [Put.STORED] * N, "no slot was claimed"
 
 
 def test_memory_that_is_not_registered_is_refused(host: Store) -> None:
