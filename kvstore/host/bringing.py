@@ -117,7 +117,13 @@ class Bringing:
         results: list[Promoted],
         deadline_s: float,
     ) -> int:
-        """From owners of other hosts."""
+        """From owners of other hosts, which may not have heard yet what was removed."""
+        is_gone = self._owner.removed_lately(keys[rows], signature)
+        for row in rows[is_gone].tolist():
+            results[row] = _GONE
+        rows = rows[~is_gone]
+        if not len(rows):
+            return 0
         claim, pieces = self._owner.room(keys[rows], signature, nbytes)
         for row, verdict in zip(rows.tolist(), claim.verdicts, strict=True):
             results[row] = _GONE if verdict is Verdict.TOO_LARGE else _LATER

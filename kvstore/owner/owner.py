@@ -42,6 +42,7 @@ from kvstore.owner.tiering import Tiering
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import Claim, Verdict
+from kvstore.rules.removals import Removals
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found, Tier, Usage
 from kvstore.tiers.object_tombstones import ObjectTombstones
@@ -267,6 +268,7 @@ class Owner:
         #: Bytes of the claim ahead that a client has.
         self._ahead: dict[te.Identity, int] = {}
         self._unfenced: list[Held] = []
+        self._removals = Removals()
         self.card: Final = OwnerCard(
             engine.card(),
             engine.epoch,
@@ -407,26 +409,38 @@ class Owner:
         ones lie; ``landed`` has to follow."""
         with self._lock:
             claim = self._table.claim(keys, signature, nbytes, self._clock())
-            self._table.take_claim(claim.id)  # It has no deadline.
+            self._table.take_claim(claim.id)  # It has no deadline, but the time when it began.
         return claim, Pieces.whole(self._addresses(claim), nbytes)
 
     def landed(self, claim: Claim, is_right: Sequence[bool]) -> None:
         """The reads of ``room`` have ended: which of the granted objects are right. These can be
-        read now; the others' slots are free. Reads all bytes once."""
-        right, wrong = (
-            replace(
-                claim,
-                keys=list(compress(claim.keys, chosen)),
-                slots=list(compress(claim.slots, chosen)),
-            )
-            for chosen in (is_right, [not one for one in is_right])
-        )
-        checksums = self._copier.checksums(Pieces.whole(self._addresses(right), claim.nbytes))
+        read now, but for those that were removed meanwhile; the others' slots are free. Reads all
+        bytes once."""
+        rows = np.flatnonzero(is_right)
+        checksums = np.zeros(len(claim.slots), np.uint64)
+        places = Pieces.whole(self._addresses(claim)[rows], claim.nbytes)
+        checksums[rows] = self._copier.checksums(places)
         with self._lock:
-            if right.slots:
-                self._table.publish(right, checksums)
-            self._table.abandon(wrong)
+            gone = self._removed_lately(claim.keys, claim.signature, claim.deadline_s)
+            chosen = [right and not late for right, late in zip(is_right, gone, strict=True)]
+            if any(chosen):
+                self._table.publish(_part(claim, chosen), checksums[chosen])
+            self._table.abandon(_part(claim, [not one for one in chosen]))
         self.tell()
+
+    def removed_lately(self, keys: Keys, signature: bytes) -> npt.NDArray[np.bool_]:
+        """Which objects were removed so lately that other owners may have them still. They are not
+        to be read from there: ``landed`` drops them."""
+        with self._lock:
+            names = [one.tobytes() for one in keys]
+            return np.array(self._removed_lately(names, signature, self._clock()), np.bool_)
+
+    def _removed_lately(
+        self, keys: Sequence[bytes], signature: bytes, begun_s: float
+    ) -> Sequence[bool]:
+        """Since a read has begun, or in the time before that for which who removes waits."""
+        since_s = begun_s - self._config.request_timeout_s
+        return [self._removals.has(key + signature, since_s) for key in keys]
 
     def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
         """The client says that its one write under the claim's tag is done. Returns an empty text
@@ -522,6 +536,7 @@ class Owner:
             ledger = self._table.ledger
             tiered = [one for one in names if one in ledger or one in ledger.demoting]
             found: Sequence[bool] = self._table.remove(keys, signature)
+            self._removals.add(names, self._clock())
             self._telling_count += 1
         return self._tell_soon(lambda stones: stones.remove(tiered), found, waits=bool(tiered))
 
@@ -533,6 +548,7 @@ class Owner:
         """As ``remove_soon``."""
         with self._lock:
             count = self._table.clear(signature)
+            self._removals.add([signature], self._clock())
             self._telling_count += 1
         return self._tell_soon(lambda stones: stones.clear(signature), count, waits=True)
 
@@ -739,3 +755,9 @@ class Owner:
     def _checksum(self, slot: int, nbytes: int) -> int:
         place = Pieces.whole([self._slots_address + slot * UNIT_BYTES], nbytes)
         return int(self._copier.checksums(place)[0])
+
+
+def _part(claim: Claim, chosen: Sequence[bool]) -> Claim:
+    """Some of the granted objects of a claim."""
+    keys, slots = list(compress(claim.keys, chosen)), list(compress(claim.slots, chosen))
+    return replace(claim, keys=keys, slots=slots)

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from store_makers import SIG, Room, config, keys, until
-from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
+from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
 from kvstore.host.answers import PoolAnswers
-from kvstore.objects.changes import fingerprint_of
-from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.changes import Keys, fingerprint_of
+from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.owner.owner import Owner
-from kvstore.protocol.messages import Copy, Done
+from kvstore.protocol.messages import Copy, Done, InMemory, Promote
 from kvstore.rules.object_table import Verdict
+from kvstore.rules.tiered_table import PromotionState
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -107,3 +108,47 @@ def test_a_copy_of_objects_of_a_size_that_there_is_not_does_nothing(here: Store)
     for nbytes in (NBYTES + 1, 1 << 62):
         assert answers_of(here)(Copy(KEYS.tobytes(), SIG, nbytes, 2)) == Done()
     assert here.put(KEYS, SIG, filled(here).pieces) == [Put.EXISTS] * N
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+def test_what_is_removed_while_it_is_read_does_not_come_back(
+    here: Store, other: Store, monkeypatch: pytest.MonkeyPatch, is_all: bool
+) -> None:
+    put_all(other)
+    sees(here)
+    own, former = owner_of(here), here.gets.get
+
+    def get(*args: Any, **more: Any) -> Any:
+        outcomes = former(*args, **more)
+        monkeypatch.undo()
+        assert outcomes == [Got.RIGHT] * N
+        if is_all:
+            assert here.clear(SIG) == N
+        else:
+            assert here.remove(KEYS, SIG) == [Removed.REMOVED] * N
+        return outcomes
+
+    monkeypatch.setattr(here.gets, "get", get)
+    used = own.stats().bytes_used
+    assert _promoted(here) == {PromotionState.GONE}
+    for store in (here, other):
+        assert owner_of(store).stats().objects == 0
+    assert own.stats().bytes_used == used, "its slots are free again"
+    assert here.put(KEYS, SIG, filled(here).pieces) == [Put.STORED] * N
+
+
+def test_what_others_have_not_removed_yet_is_not_read_from_them(here: Store, other: Store) -> None:
+    """Who removes has asked this owner, and not the other one yet."""
+    put_all(other)
+    sees(here)
+    owner_of(here).remove(KEYS[:3], SIG)
+    assert _promoted(here, KEYS[:3]) == {PromotionState.GONE}
+    assert _promoted(here, KEYS[3:]) == {PromotionState.HERE}
+    owner_of(here).clear(SIG)
+    assert _promoted(here) == {PromotionState.GONE}
+
+
+def _promoted(store: Store, names: Keys = KEYS) -> set[PromotionState]:
+    answer = answers_of(store)(Promote(names.tobytes(), SIG, NBYTES, 60_000))
+    assert isinstance(answer, InMemory)
+    return set(map(PromotionState, answer.states))
