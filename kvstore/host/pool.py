@@ -94,7 +94,7 @@ class HostPool:
         self._link_s = 0.0
         self._touched: deque[tuple[Keys, bytes]] = deque()
         lease.on_join = self._join
-        lease.on_reminder = self._tell_touched
+        lease.on_reminder = self._on_reminder
         if lease.is_joined:
             self._join()
 
@@ -136,14 +136,21 @@ class HostPool:
             self._load_times.forget(number)  # The owner's numbers may be others' now.
 
     def _joined(self) -> _Link | None:
-        """The connection to the owner; None if there is none."""
+        """The connection to the owner; None if there is none. Does not wait: the lease's thread
+        connects, soon behind this."""
         if not self._lease.is_joined:
             return None
-        if self._pid != self._lease.pid and time.monotonic() >= self._link_s:
-            with self._lock:
-                if self._pid != self._lease.pid:
-                    self._connect()
-        return self._link if self._pid == self._lease.pid else None
+        if self._pid == self._lease.pid:
+            return self._link
+        self._lease.remind()
+        return None
+
+    def _on_reminder(self) -> None:
+        """In the lease's thread."""
+        with self._lock:
+            if self._pid != self._lease.pid and time.monotonic() >= self._link_s:
+                self._connect()
+        self._tell_touched()
 
     # -- look-ups
 

@@ -227,6 +227,24 @@ def test_without_a_connection_by_te_such_memory_gets_outcomes(host: Store) -> No
     assert host.put(others, SIG, room.pieces) == [Put.STORED] * N, "no slot was claimed"
 
 
+def test_who_looks_up_does_not_connect(host: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_all(host)
+    pool, threads = host._owners, list[str]()
+    assert isinstance(pool, HostPool)
+    former = pool._connect
+
+    def connect() -> None:
+        threads.append(threading.current_thread().name)
+        former()
+
+    monkeypatch.setattr(pool, "_connect", connect)
+    until(lambda: not pool._touched)
+    pool._pid = 0
+    assert host.exists(KEYS, SIG, NBYTES).all(), "what is mapped is there without a connection"
+    until(lambda: pool.usable())
+    assert threads == ["kvstore-host"]
+
+
 def test_memory_that_is_not_registered_is_refused(host: Store) -> None:
     put_all(host)
     back = Room(host, N, NBYTES)
