@@ -124,9 +124,14 @@ def test_what_no_rank_knows_is_said(pair, directory, capsys):
     assert status == 1
     assert "no request has ended yet on the 2 ranks" in error
     hand_over(pair, 46)
-    status, _, error = run(capsys, 999, "--dir", directory)
-    assert status == 1
-    assert "none of the 2 ranks that were asked knows room 999. They have ended 2 rooms" in error
+    said = "none of the 2 ranks that were asked knows room 999. They have ended 2 rooms"
+
+    def both_have_counted() -> bool:
+        status, _, error = run(capsys, 999, "--dir", directory)
+        assert status == 1
+        return said in error
+
+    until(both_have_counted, "both have counted the room")
 
 
 def test_without_ranks_it_says_where_it_looked(tmp_path, capsys):
