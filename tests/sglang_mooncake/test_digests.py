@@ -122,8 +122,8 @@ def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
         assert compared == [True, False, False, True]
 
 
-def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
-    """The prefill room is not done before: its scheduler would use the pages again."""
+def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Digests are made once the first event is set; the second one says that some are wanted."""
     go_on, asked = threading.Event(), threading.Event()
     make = digesting._digests
 
@@ -133,11 +133,23 @@ def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
         return make(*args)
 
     monkeypatch.setattr(digesting, "_digests", late)
+    return go_on, asked
+
+
+def begin(pair):
+    """Both sides of a room of which all has been given to the engine."""
+    source, target = pair.open_both(1)
+    pair.name_pages(target, TARGETS, aux=3)
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+    return source, target
+
+
+def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
+    """The prefill room is not done before: its scheduler would use the pages again."""
+    go_on, asked = late_digests(monkeypatch)
     with pair_of() as pair:
-        source, target = pair.open_both(1)
-        pair.name_pages(target, TARGETS, aux=3)
-        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
-        pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+        source, target = begin(pair)
         (expected,) = target.view.expected
         until(lambda: pair.decode.engine.arrived(expected.tag) == 1, "all bytes have landed")
         assert asked.wait()
@@ -210,20 +222,9 @@ def test_a_decode_rank_that_cannot_compare_takes_what_arrives(monkeypatch):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_while_digests_are_made_ends_both_sides(side, monkeypatch):
-    go_on, asked = threading.Event(), threading.Event()
-    make = digesting._digests
-
-    def late(*args: Any) -> Any:
-        asked.set()
-        go_on.wait()
-        return make(*args)
-
-    monkeypatch.setattr(digesting, "_digests", late)
+    go_on, asked = late_digests(monkeypatch)
     with pair_of() as pair:
-        source, target = pair.open_both(1)
-        pair.name_pages(target, TARGETS, aux=3)
-        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
-        pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+        source, target = begin(pair)
         assert asked.wait()
         if side == "prefill":
             pair.prefill.side.abort(source, "the client has left")
