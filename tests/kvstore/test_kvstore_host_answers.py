@@ -83,9 +83,15 @@ def test_slots_that_get_other_objects_are_not_copied_as_the_former_ones(
     copy_to_two(here)
     assert slots == {slot for slot, _ in own.places(names, SIG, NBYTES)[1]}, "they have changed"
     back = Room(other, N, NBYTES)
-    outcomes = other.get(KEYS, SIG, back.pieces)
     was_copied = step == "look_up"
-    assert outcomes.count(Got.RIGHT) == (N if was_copied else 0)
+
+    def found() -> int:
+        return other.get(KEYS, SIG, back.pieces).count(Got.RIGHT)
+
+    if was_copied:  # One copy was missing, so they may be at their former owner again alone.
+        until(lambda: found() == N, "the owner's announcements")
+    else:
+        assert not found()
     assert (back.bytes == room.bytes).all() == was_copied
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -144,7 +144,11 @@ class PrefillRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, context.keys, "none")
-        layout = memory.layout(Buffers((), (), ()))
+        with _closed_if_it_fails(self.engine):
+            self._open(context, config)
+
+    def _open(self, context: RankContext, config: Config) -> None:
+        layout = self.memory.layout(Buffers((), (), ()))
         self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.engine.add_answers(answers(self.recorder, context))
         self.side = PrefillSide(context, self.engine, layout, self.recorder)
@@ -194,8 +198,12 @@ class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, context.keys, "tagged")
+        with _closed_if_it_fails(self.engine):
+            self._open(context, config)
+
+    def _open(self, context: RankContext, config: Config) -> None:
         self.completions = CompletionBuffer(self.engine)
-        layout = memory.layout(self.completions.buffers)
+        layout = self.memory.layout(self.completions.buffers)
         self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.engine.add_answers(answers(self.recorder, context))
         self.side = DecodeSide(
@@ -215,6 +223,16 @@ class DecodeRank:
     def close(self) -> None:
         self.side.close()
         self.engine.close()
+
+
+@contextmanager
+def _closed_if_it_fails(engine: te.Engine) -> Iterator[None]:
+    """One that stayed open would answer later tests for a rank of theirs."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _engine(memory: Memory, config: Config, keys: Keys, remote: Remote) -> te.Engine:
@@ -299,11 +317,10 @@ def handover(
         "decode", "", deadlines, decode_page_size, keys=decode_keys, verify=verify[1], **alike
     )
     there = replace(there, config=structs.replace(there.config, **(decode_facts or {})))
-    prefill = PrefillRank(here, patient(prefill_config or Config()), source)
-    decode = DecodeRank(there, patient(decode_config or Config()), target)
-    try:
+    with ExitStack() as open_:
+        open_.callback(server.close)
+        prefill = PrefillRank(here, patient(prefill_config or Config()), source)
+        open_.callback(prefill.close)
+        decode = DecodeRank(there, patient(decode_config or Config()), target)
+        open_.callback(decode.close)
         yield Handover(address, prefill, decode, source, target)
-    finally:
-        decode.close()
-        prefill.close()
-        server.close()
