@@ -16,8 +16,8 @@ from bootstrap_server import (
     instance_name_of,
 )
 from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.signatures import check_signatures
-from bootstrap_server.ranks.records import DEFAULT_INSTANCE
+from bootstrap_server.admission.signatures import check_signatures, signed_name
+from bootstrap_server.ranks.records import DEFAULT_INSTANCE, Role
 
 __all__ = ["LOOKUP_WAIT_S", "fetch_instance", "fetch_named"]
 
@@ -56,13 +56,19 @@ def fetch_instance(
 
 
 def fetch_named(
-    address: str, keys: Keys, name: str, wait_s: float, protocol: int | None = None
+    address: str,
+    keys: Keys,
+    name: str,
+    wait_s: float,
+    protocol: int | None = None,
+    role: Role = "prefill",
 ) -> Instance:
-    """The instance of that name at the registry at `address`; raises as `fetch_instance` does."""
-    with BootstrapClient(address, keys=keys.registry, instance=name) as client:
+    """The instance of that name and role at the registry at `address`; raises as `fetch_instance`
+    does."""
+    with BootstrapClient(address, keys=keys.registry, instance=name, role=role) as client:
         instance = client.instance(wait_s=wait_s)
     try:
-        check_signatures(instance, keys.record, address, name)
+        check_signatures(instance, keys.record, address, signed_name(name, role))
     except NeverServed as error:
         theirs = instance.config.protocol
         if protocol is None or theirs == protocol:

@@ -21,9 +21,10 @@ from bootstrap_server.ranks.records import (
     InstanceConfig,
     Rank,
     RankRecord,
+    Role,
 )
 
-__all__ = ["check_signatures", "key_index", "signed"]
+__all__ = ["check_signatures", "key_index", "signed", "signed_name"]
 
 _LABEL: Final = b"rank record 1"
 
@@ -49,6 +50,12 @@ def key_index(
     return None
 
 
+def signed_name(name: str, role: Role) -> str:
+    """What the records of a server of that name and role are signed for, so that none can be passed
+    off as one of the other role."""
+    return name if role == "prefill" else f"{role} {name}"
+
+
 def check_signatures(
     instance: Instance, keys: Sequence[bytes], address: str, name: str = DEFAULT_INSTANCE
 ) -> None:
@@ -65,7 +72,7 @@ def check_signatures(
                 else "is not signed: the rank has no secret"
             )
             raise NeverServed(
-                f"prefill rank {rank.coords} at {rank.host} port {rank.port} is not asked: its "
+                f"rank {rank.coords} at {rank.host} port {rank.port} is not asked: its "
                 f"record, from the registry at {address}, {cause}; give all servers the same "
                 "secret (SGLANG_MOONCAKE_SECRET_FILE)",
                 Why.SECRET,

@@ -108,8 +108,8 @@ _GIVEN_UP = msgspec.json.Decoder(GivenUp)
 
 class BootstrapClient:
     """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`) about one
-    of its instances; the one that SGLang serves is `default`. With the `role` "decode" it can
-    register ranks of a decode server of that name, renew and release them, and nothing else.
+    of its instances; the one that SGLang serves is `default`. With the `role` "decode" instances
+    are the decode servers that the registry knows, whose ranks are called by SGLang's HTTP port.
 
     A request takes `timeout_s` at most, plus the time for which the server is asked to wait. Raises
     `BootstrapError` with a sentence, and `Unreachable`, a kind of it, when asking again later
@@ -137,7 +137,8 @@ class BootstrapClient:
             raise BootstrapError(str(error)) from error
         self._name = instance
         kind = "instances" if role == "prefill" else "decode-servers"
-        self._path = f"/v1/{kind}/{instance}"
+        self._all_path = f"/v1/{kind}"
+        self._path = f"{self._all_path}/{instance}"
         self._sleep = sleep
         self._clock = clock
 
@@ -220,7 +221,7 @@ class BootstrapClient:
             raise self._stranger(f"DELETE {path}", status, answer)
 
     def instance(self, wait_s: float = 0.0, after: int = 0) -> Instance:
-        """The whole prefill instance; `NotReady` while ranks are missing.
+        """The whole instance; `NotReady` while ranks are missing.
 
         The server waits `wait_s` (at most 60) for it to become ready, with a `revision` above
         `after`, and answers at that moment: wait here instead of asking again and again.
@@ -256,14 +257,15 @@ class BootstrapClient:
 
     def instances(self) -> dict[str, int]:
         """The revisions of all instances that are ready, by name."""
-        status, answer = self._http.request("GET", "/v1/instances")
+        what = f"GET {self._all_path}"
+        status, answer = self._http.request("GET", self._all_path)
         try:
             if status == 200:
                 found = decoded(_LISTED, answer)
                 return {n: one.revision for n, one in found.items() if one.is_ready}
         except BadText as error:
-            raise self._stranger("GET /v1/instances", status, answer) from error
-        raise self._stranger("GET /v1/instances", status, answer)
+            raise self._stranger(what, status, answer) from error
+        raise self._stranger(what, status, answer)
 
     def register_dp_rank(self, room: int, dp_rank: int) -> None:
         """Say that prefill DP rank `dp_rank` serves `room`."""

@@ -13,7 +13,7 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | `PUT /v1/instances/NAME/ranks` | `RankRecord` | `{"lease_s": …}`, or 409 |
 | `PUT /v1/instances/NAME/leases` | `Renewal` | `{"lease_s": …}`, or 410: no such lease |
 | `DELETE /v1/instances/NAME/leases` | `RankLife` | `OK`, or 410 |
-| the same under `/v1/decode-servers` | | the same: the page shows these ranks |
+| the same under `/v1/decode-servers` | | the same for decode servers; routers alone ask for them |
 | `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
 | `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
 | `GET /` | | the status page (`status.py`) |
@@ -76,7 +76,7 @@ from bootstrap_server.ranks.records import (
     Renewal,
     Role,
 )
-from bootstrap_server.ranks.registry import Registry
+from bootstrap_server.ranks.registry import Registry, plain_name
 from bootstrap_server.ranks.rooms import RoomTable
 from bootstrap_server.ranks.sglang_http import (
     QueryBody,
@@ -105,10 +105,10 @@ _ROUTE_PARAMETERS: Final = (
 _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
     "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, "
-    "the latter two under /v1/decode-servers, /v1/given-up-rooms, and for people / and /v1/status"
+    "the latter four under /v1/decode-servers, /v1/given-up-rooms, and for people / and /v1/status"
 )
 
-_DECODE_SERVERS: Final = "/v1/decode-servers/"
+_DECODE_SERVERS: Final = "/v1/decode-servers"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -163,8 +163,10 @@ def make_app(
             web.get("/health", handlers.health),
             web.get("/v1/instances", handlers.get_instances),
             web.get("/v1/instances/{name}", handlers.get_instance),
+            web.get(_DECODE_SERVERS, handlers.get_instances),
+            web.get(f"{_DECODE_SERVERS}/{{name}}", handlers.get_instance),
             *handlers.leases("/v1/instances/"),
-            *handlers.leases(_DECODE_SERVERS),
+            *handlers.leases(f"{_DECODE_SERVERS}/"),
             *given_up.routes(),
             *status.routes(),
             *metrics.routes(),
@@ -345,39 +347,39 @@ class _Handlers:
         forget_lapsed(lapsed, self._board, self._lines, now_s)
         return table
 
-    async def get_instances(self, _: web.Request) -> web.Response:
+    async def get_instances(self, request: web.Request) -> web.Response:
         return json_response(
             {
-                table.name: {
+                plain_name(table.name): {
                     "registered": table.registered,
                     "expected": table.expected,
                     "generation": table.generation,
                     "revision": table.revision,
                 }
-                for table in self._registry.of("prefill")
+                for table in self._registry.of(_role(request))
             }
         )
 
     async def get_instance(self, request: web.Request) -> web.Response:
-        name, wait_s = _name(request), wait_s_of(request)
+        place, wait_s = (_name(request), _role(request)), wait_s_of(request)
         after = revision_of(request)
 
         def is_there() -> bool:
-            table = self._table(name)
+            table = self._table(*place)
             return table.ready and table.revision > after
 
         if not is_there() and wait_s > 0:
             try:
-                await self._waiting.until(name, is_there, wait_s)
+                await self._waiting.until(self._table(*place).name, is_there, wait_s)
             except RegistryFull as error:
                 raise RefusalError(429, str(error)) from error
-        return self._snapshot(self._table(name)).response(request)
+        return self._snapshot(self._table(*place)).response(request)
 
     def _snapshot(self, table: InstanceTable) -> Snapshot:
         revision, snapshot = self._snapshots.get(table.name, (-1, None))
         if snapshot is None or revision != table.revision:
             snapshot = Snapshot(table.snapshot())
-            known = {known.name for known in self._registry.of("prefill")}
+            known = {known.name for known in self._registry.tables()}
             self._snapshots = {n: kept for n, kept in self._snapshots.items() if n in known}
             self._snapshots[table.name] = (table.revision, snapshot)
         return snapshot

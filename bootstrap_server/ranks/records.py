@@ -34,6 +34,7 @@ __all__ = [
     "check_instance_name",
     "differences",
     "instance_name_of",
+    "registry_port_of",
 ]
 
 #: Far above any deployment (SGLang's largest published ones have a few hundred ranks), low
@@ -343,6 +344,13 @@ def instance_name_of(address: str) -> str:
     """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", address)[-INSTANCE_NAME_CHARS_MAX:]
     return plain if plain[:1].isalnum() else f"i{plain[1:]}"
+
+
+def registry_port_of(name: str) -> int | None:
+    """The port of a prefill server's own registry, out of its name at another one
+    (`instance_name_of`); None for a name that was not made so."""
+    port = name.rpartition("-")[2]
+    return int(port) if re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) <= 65_535 else None
 
 
 def _short_pair(left: object, right: object) -> tuple[str, str]:

@@ -5,9 +5,9 @@ An instance comes into being with its first rank, and a named one is forgotten w
 one called `default` is what SGLang's own routes serve. Memory is bounded by the numbers of
 instances and of ranks over all of them.
 
-Decode servers are kept for the status page and the metrics alone: nobody is ever sent to one. Their
-tables are named `decode NAME`, which no prefill server can be called, and have bounds of their own:
-however many there are, prefill ranks find room.
+Decode servers are kept for the status page, the metrics, and routers: no rank is ever sent to
+one. Their tables are named `decode NAME`, which no prefill server can be called, and have bounds of
+their own: however many there are, prefill ranks find room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from bootstrap_server.ranks.records import (
     check_instance_name,
 )
 
-__all__ = ["INSTANCES_MAX", "LEASE_S", "RENEWALS_PER_LEASE", "Registry", "role_of"]
+__all__ = [
+    "INSTANCES_MAX",
+    "LEASE_S",
+    "RENEWALS_PER_LEASE",
+    "Registry",
+    "plain_name",
+    "role_of",
+]
 
 #: How long a rank lives after its last renewal, and so how long a restarted one may have to wait
 #: for its former self's place. A crashed SGLang server is not back sooner anyway: it takes about as
@@ -108,3 +115,8 @@ class Registry:
 def role_of(table_name: str) -> Role:
     """What the ranks of the table of that name do."""
     return "decode" if table_name.startswith(_DECODE) else "prefill"
+
+
+def plain_name(table_name: str) -> str:
+    """What the table's server is called by its ranks, and by who asks for it."""
+    return table_name.removeprefix(_DECODE)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from random import Random
 from typing import Any, Final
@@ -27,6 +27,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from bootstrap_server.admission.secret import Keys
 from bootstrap_server.build import build_text
 from bootstrap_server.decoding import excerpt
 from bootstrap_server.http.metrics import process_lines
@@ -35,11 +36,13 @@ from sglang_mooncake.router.asking import Asking
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder, request_headers
+from sglang_mooncake.router.membership import Membership
 from sglang_mooncake.router.metrics import Counts, text
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.probing import Prober
 from sglang_mooncake.router.querying import Querying
+from sglang_mooncake.router.registry_source import Registry, RegistrySource
 from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, RequestError
@@ -58,6 +61,7 @@ VIEWS: Final = web.AppKey("views", Mapping[Server, PrefillView])
 KEEPALIVE_S: Final = 2.0
 #: A background job that has failed begins again after so long.
 BEGIN_AGAIN_S: Final = 5.0
+_NO_KEYS: Final = Keys()
 
 
 def servers_of(options: Options) -> Servers:
@@ -71,9 +75,10 @@ async def make_app(
     servers: Servers,
     random: Random,
     clock: Callable[[], float] = time.monotonic,
+    keys: Keys = _NO_KEYS,
 ) -> web.Application:
     """The application in front of ``servers``, for the running loop. What it opens it closes when
-    it is cleaned up."""
+    it is cleaned up. ``keys``: of the deployment's secret, for registries."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         auto_decompress=False,
@@ -86,8 +91,15 @@ async def make_app(
     watching = [asyncio.create_task(_kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
-        source = EventSource(session, routing.views.values(), headers, clock)
+        source = EventSource(session, routing.views.values, headers, clock)
         watching.append(asyncio.create_task(_kept_up("following KV events", source.run)))
+
+    membership = Membership(servers)
+    registries = RegistrySource(
+        options.registries, keys, membership, lambda _: routing.servers_changed(), clock
+    )
+    if options.registries:
+        watching.append(asyncio.create_task(_kept_up("asking registries", registries.run)))
 
     async def close(_: web.Application) -> None:
         for task in watching:
@@ -102,7 +114,7 @@ async def make_app(
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
     app.add_routes(Querying(routing.views, clock).routes())
-    app.add_routes(_Own(servers, routing.views, counts, clock).routes())
+    app.add_routes(_Own(servers, routing.views, registries.registries, counts, clock).routes())
     return app
 
 
@@ -124,10 +136,12 @@ class _Own:
         self,
         servers: Servers,
         views: Mapping[Server, PrefillView],
+        registries: Sequence[Registry],
         counts: Counts,
         clock: Callable[[], float],
     ) -> None:
         self._servers, self._views, self._counts, self._clock = servers, views, counts, clock
+        self._registries = registries
         self._build = build_text(version())
 
     def routes(self) -> list[web.RouteDef]:
@@ -150,7 +164,8 @@ class _Own:
         return web.Response()
 
     async def metrics(self, _: web.Request) -> web.Response:
-        lines = text(self._counts, self._servers, self._views, KINDS, self._clock())
+        now_s = self._clock()
+        lines = text(self._counts, self._servers, self._views, self._registries, KINDS, now_s)
         body = "\n".join([*lines, *process_lines(), ""]) + self._build
         return web.Response(body=body.encode(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -161,7 +176,8 @@ class _Own:
         return web.Response(text=as_text(self._status()))
 
     def _status(self) -> dict[str, Any]:
-        return as_json(self._counts, self._servers, self._views, self._clock())
+        now_s = self._clock()
+        return as_json(self._counts, self._servers, self._views, self._registries, now_s)
 
 
 @web.middleware

@@ -64,7 +64,7 @@ class Asking:
         """200 if a server of each role can generate."""
         said = await self._all(request, "/health_generate")
         for role in ROLES:
-            if not any(said[server].is_ok for server in self._servers.of(role)):
+            if not any(one.is_ok for server, one in said.items() if server.role == role):
                 return error_response(
                     HTTPStatus.SERVICE_UNAVAILABLE, f"no {role} server can generate"
                 )
@@ -111,7 +111,10 @@ class Asking:
     async def server_info(self, request: web.Request) -> web.Response:
         """In the form of mini-lb: what each server says, by role."""
         said = await self._all(request, SERVER_INFO)
-        told = {role: _objects(said[one] for one in self._servers.of(role)) for role in ROLES}
+        told = {
+            role: _objects(one for server, one in said.items() if server.role == role)
+            for role in ROLES
+        }
         states = [state for one in told["decode"] for state in _states(one)]
         return web.json_response({"internal_states": states or _NO_STATES, **told})
 

@@ -15,9 +15,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
+from sglang_mooncake.router.sglang_http import host_of
 
 __all__ = ["EventSource"]
 
@@ -56,12 +58,12 @@ class EventSource:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        views: Iterable[PrefillView],
+        views: Callable[[], Iterable[PrefillView]],
         headers: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``headers``: of questions to the servers."""
-        self._session, self._views, self._headers = session, tuple(views), headers
+        """``views``: of the prefill servers that there are; ``headers``: of questions to them."""
+        self._session, self._views, self._headers = session, views, headers
         self._clock = clock
         self._context: zmq.asyncio.Context
 
@@ -69,9 +71,7 @@ class EventSource:
         """Never returns."""
         self._context = zmq.asyncio.Context()
         try:
-            async with asyncio.TaskGroup() as group:
-                for view in self._views:
-                    group.create_task(self._follow(view))
+            await one_for_each(self._views, self._follow)
         finally:
             self._context.destroy(linger=0)
 
@@ -101,7 +101,7 @@ class EventSource:
     async def _subscribed(self, view: PrefillView, described: _Described) -> None:
         """Follows one process of the server: it may be another one after it has been ill."""
         stream, ills = EventStream(), view.server.counts.ills
-        host = view.server.bootstrap_host
+        host = host_of(view.server.url)
         socket = self._socket(zmq.SUB)
         try:
             socket.subscribe(described.topic)

@@ -7,12 +7,13 @@ Servers are named by their URLs, so whoever may read the metrics learns which se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from bootstrap_server.prometheus_text import family
 from sglang_mooncake.router.kv_events import STATES
 from sglang_mooncake.router.placement import REASONS, PrefillView
+from sglang_mooncake.router.registry_source import Registry
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 
 __all__ = ["ENDS", "METRICS", "PREFIX", "Counts", "Metric", "text"]
@@ -117,6 +118,14 @@ METRICS: Final = (
         _OF_SERVER,
         "Times at which missing batches could not be had again, or could not be read.",
     ),
+    Metric(
+        "registry_age_seconds",
+        "gauge",
+        ("registry",),
+        "Time since a registry has told which servers there are; there is no row before the first "
+        "time.",
+    ),
+    Metric("registry_servers", "gauge", ("registry",), "Servers that a registry has listed last."),
     Metric("event_pages", "gauge", _OF_SERVER, "Pages that a server's cache has by its events."),
 )
 
@@ -138,6 +147,7 @@ def text(
     counts: Counts,
     servers: Servers,
     views: Mapping[Server, PrefillView],
+    registries: Sequence[Registry],
     kinds: Iterable[str],
     now_s: float,
 ) -> Iterator[str]:
@@ -187,6 +197,10 @@ def text(
         "event_batches_total": {key: stream.batches for key, stream in streams.items()},
         "event_gaps_total": {key: stream.gaps for key, stream in streams.items()},
         "event_losses_total": {key: stream.losses for key, stream in streams.items()},
+        "registry_age_seconds": {
+            (one.address,): age_s for one in registries if (age_s := one.age_s(now_s)) is not None
+        },
+        "registry_servers": {(one.address,): one.servers for one in registries},
         "event_pages": {key: len(stream) for key, stream in streams.items()},
     }
     for metric in METRICS:

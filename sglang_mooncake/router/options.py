@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from bootstrap_server import BootstrapError, split_address
 from te.arguments import number, whole
 
 __all__ = [
@@ -34,6 +35,7 @@ have the names that they have there:
   sglang-mooncake router --pd-disaggregation --host 0.0.0.0 --port 8000 \\
       --prefill http://10.0.0.1:30000 8998 --prefill http://10.0.0.2:30000 8998 \\
       --decode http://10.0.0.3:30000
+  sglang-mooncake router --port 8000 --registry 10.0.0.9:8998
 """
 
 CACHE_AWARE: Final = "cache_aware"
@@ -71,6 +73,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int
+    #: Addresses of registries, which list servers.
+    registries: tuple[str, ...]
+    secret_file: str | None
     #: URLs of prefill servers, each with the port of its registry; None is the server's setting.
     prefill: tuple[tuple[str, int | None], ...]
     decode: tuple[str, ...]
@@ -118,6 +123,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="URL",
         help="a decode server; for each server once more",
+    )
+    add(
+        "--registry",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a registry, whose servers join and leave while the router runs: that of a prefill"
+        " server (--disaggregation-bootstrap-port), or one that runs by itself; for each"
+        " one once more",
+    )
+    add(
+        "--secret-file",
+        metavar="PATH",
+        help="the deployment's secret, where the registries ask for it",
     )
     add(
         "--policy",
@@ -193,9 +212,14 @@ def options_of(parsed: argparse.Namespace) -> Options:
     """Raises ``OptionsError``."""
     prefill = tuple(_prefill(words) for words in parsed.prefill)
     decode = tuple(_url("--decode", url) for url in parsed.decode)
-    if not prefill or not decode:
+    registries = tuple(_registry(address) for address in dict.fromkeys(parsed.registry))
+    if not registries and not (prefill and decode):
         missing = "--decode" if prefill else "--prefill"
-        raise OptionsError(f"{missing} is missing: name at least one server of each kind")
+        raise OptionsError(
+            f"{missing} is missing: name at least one server of each kind, or a --registry"
+        )
+    if parsed.secret_file is not None and not registries:
+        raise OptionsError("--secret-file is for registries: name one with --registry")
     urls = [url for url, _ in prefill] + list(decode)
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
@@ -205,6 +229,8 @@ def options_of(parsed: argparse.Namespace) -> Options:
     return Options(
         host=parsed.host,
         port=parsed.port,
+        registries=registries,
+        secret_file=parsed.secret_file,
         prefill=prefill,
         decode=decode,
         prefill_policy=parsed.prefill_policy or parsed.policy,
@@ -253,6 +279,14 @@ def _url(option: str, text: str) -> str:
     if not usable:
         raise OptionsError(f"{option} {text!r} is no URL such as http://10.0.0.1:30000")
     return text.rstrip("/")
+
+
+def _registry(address: str) -> str:
+    try:
+        split_address(address)
+    except BootstrapError as error:
+        raise OptionsError(f"--registry {address!r} is not of the form HOST:PORT") from error
+    return address
 
 
 def _count_or_any(text: str) -> int:

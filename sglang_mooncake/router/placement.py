@@ -125,10 +125,17 @@ def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
 class Placed:
     """A prompt that a server has been sent."""
 
-    __slots__ = ("expected", "hit_tokens", "look", "sent_s")
+    __slots__ = ("expected", "hit_tokens", "look", "sent_s", "view")
 
-    def __init__(self, look: Look, expected: Expected, hit_tokens: float, sent_s: float) -> None:
-        self.look, self.expected = look, expected
+    def __init__(
+        self,
+        view: PrefillView,
+        look: Look,
+        expected: Expected,
+        hit_tokens: float,
+        sent_s: float,
+    ) -> None:
+        self.view, self.look, self.expected = view, look, expected
         self.hit_tokens, self.sent_s = hit_tokens, sent_s
 
 
@@ -206,7 +213,7 @@ class PrefillView:
 
     def send(self, look: Look, figures: Figures, now_s: float) -> Placed:
         """The server is sent the prompt."""
-        placed = Placed(look, expect(look.tokens, figures), figures.hit_tokens, now_s)
+        placed = Placed(self, look, expect(look.tokens, figures), figures.hit_tokens, now_s)
         self._queue.append(placed)
         self._queued.update(look.names)
         self._sent.add(look.names)

@@ -7,18 +7,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
 
 import aiohttp
 
+from sglang_mooncake.router.each import TICK_S, one_for_each
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.routing import note_answer, note_failure
 from sglang_mooncake.router.servers import Server, Servers
 
 __all__ = ["Prober"]
-
-#: How often it is looked whom to ask.
-TICK_S: Final = 0.25
 
 
 class Prober:
@@ -37,9 +34,7 @@ class Prober:
 
     async def run(self) -> None:
         """Never returns."""
-        async with asyncio.TaskGroup() as group:
-            for server in self._servers.all():
-                group.create_task(self._watch(server))
+        await one_for_each(self._servers.all, self._watch)
 
     async def _watch(self, server: Server) -> None:
         while True:

@@ -65,7 +65,8 @@ class Routing:
     ) -> None:
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
-        self._views = {server: PrefillView(server) for server in servers.of("prefill")}
+        self._views: dict[Server, PrefillView] = {}
+        self.servers_changed()
         self._looker = Looker()
         policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
         self._choosers: dict[Role, Chooser] = {
@@ -233,7 +234,7 @@ class Routing:
         server, placed = chosen.pair.prefill, chosen.placed
         server.under_way -= 1
         if placed is not None:
-            self._views[server].ended(placed, self._clock(), told)
+            placed.view.ended(placed, self._clock(), told)
         if told is not None:
             server.served()
         if told is None or told.prompt_tokens is None:
@@ -243,6 +244,15 @@ class Routing:
         if told.cached_tokens is not None:
             server.counts.prompt_tokens += told.prompt_tokens
             server.counts.cached_tokens += told.cached_tokens
+
+    def servers_changed(self) -> None:
+        """Some have joined or left."""
+        there = self._servers.of("prefill")
+        for gone in self._views.keys() - set(there):
+            del self._views[gone]
+        for server in there:
+            if server not in self._views:
+                self._views[server] = PrefillView(server)
 
     def forget_caches(self) -> None:
         """The servers' caches were flushed."""

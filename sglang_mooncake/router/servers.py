@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from sglang_mooncake.router.sglang_http import bootstrap_host
+from sglang_mooncake.router.sglang_http import host_of
 
 __all__ = ["PROBE_ILL_S", "ROLES", "Counts", "Role", "Server", "Servers"]
 
@@ -35,21 +35,30 @@ class Counts(msgspec.Struct):
 
 
 class Server:
-    """One server. ``bootstrap_port`` is that of a prefill server's registry; None is SGLang's own
-    setting."""
+    """One server. ``bootstrap_host`` and ``bootstrap_port`` are of a prefill server's registry:
+    None is the server's own host, and SGLang's own setting. One that joins while the router runs
+    is ill until it answers: ``joined_s`` is when it has."""
 
-    def __init__(self, role: Role, url: str, bootstrap_port: int | None = None) -> None:
+    def __init__(
+        self,
+        role: Role,
+        url: str,
+        bootstrap_port: int | None = None,
+        *,
+        bootstrap_host: str | None = None,
+        joined_s: float | None = None,
+    ) -> None:
         self.role: Final = role
         self.url: Final = url
-        self.bootstrap_host: Final = bootstrap_host(url)
+        self.bootstrap_host: Final = bootstrap_host or host_of(url)
         self.bootstrap_port: Final = bootstrap_port
         #: Requests that it has been sent and that have not ended.
         self.under_way = 0
         self.counts = Counts()
         self._failures = 0
         #: Since when it has been ill, and why; None while it is well.
-        self._ill_since_s: float | None = None
-        self._why = ""
+        self._ill_since_s = joined_s
+        self._why = "" if joined_s is None else "it has joined and not answered yet"
         self._probed_s: float | None = None
 
     def __repr__(self) -> str:
@@ -106,13 +115,20 @@ class Server:
 
 
 class Servers:
-    """All of them."""
+    """All of them. Who waits in between holds servers that may have left meanwhile."""
 
     def __init__(self, servers: Iterable[Server]) -> None:
-        self._of: dict[Role, tuple[Server, ...]] = {}
-        known = tuple(servers)
-        for role in ROLES:
-            self._of[role] = tuple(one for one in known if one.role == role)
+        self._of: dict[Role, tuple[Server, ...]] = dict.fromkeys(ROLES, ())
+        for server in servers:
+            self.join(server)
+
+    def join(self, server: Server) -> None:
+        """From now on it may be chosen, once it is well."""
+        self._of[server.role] += (server,)
+
+    def leave(self, server: Server) -> None:
+        """From now on nothing more is sent there; what is under way comes to its end."""
+        self._of[server.role] = tuple(one for one in self._of[server.role] if one is not server)
 
     def of(self, role: Role) -> tuple[Server, ...]:
         """Those of one role, in the order in which they were named."""
@@ -129,5 +145,7 @@ class Servers:
 
     def nobody(self, role: Role) -> str:
         """The sentence for clients when no server of the role is well."""
+        if not self._of[role]:
+            return f"no {role} server has joined"
         whys = "; ".join(f"{one.url}: {one.why_ill}" for one in self._of[role])
         return f"no {role} server is well: {whys}"

@@ -15,6 +15,8 @@ import uvloop
 from aiohttp import web
 
 from bootstrap_server.admission.refusals import http_logger
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file
 from sglang_mooncake.router.app import make_app, servers_of
 from sglang_mooncake.router.options import Options
 
@@ -29,6 +31,7 @@ SHUTDOWN_S: Final = 30.0
 #: Clients keep a connection open between requests; most of their libraries give it up before.
 KEEPALIVE_S: Final = 75.0
 EXIT_CANNOT_LISTEN: Final = 1
+EXIT_REFUSED: Final = 2
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -39,15 +42,24 @@ def serve(options: Options) -> int:
     )
     for name in options.without_effect:
         logger.warning("%s changes nothing in this router", name)
+    try:
+        keys = _keys(options.secret_file)
+    except ValueError as error:
+        sys.stderr.write(f"sglang-mooncake router: --secret-file: {error}\n")
+        return EXIT_REFUSED
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options))
+        return runner.run(_serve(options, keys))
 
 
-async def _serve(options: Options) -> int:
+def _keys(path: str | None) -> Keys:
+    return Keys() if path is None else Keys.from_secrets(read_secret_file(path))
+
+
+async def _serve(options: Options, keys: Keys) -> int:
     stop = asyncio.Event()
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = await make_app(options, servers_of(options), SystemRandom())
+    app = await make_app(options, servers_of(options), SystemRandom(), keys=keys)
     runner = web.AppRunner(
         app,
         access_log=None,

@@ -23,13 +23,13 @@ __all__ = [
     "RequestError",
     "Told",
     "body_of",
-    "bootstrap_host",
     "error_event",
     "error_in",
     "event_json",
     "events_in",
     "for_pair",
     "given",
+    "host_of",
     "index_of",
     "is_batch",
     "is_single",
@@ -141,7 +141,7 @@ def for_pair(body: Mapping[str, msgspec.Raw], host: str, port: int | None, room:
     return _ENCODER.encode({**body, **added})
 
 
-def bootstrap_host(url: str) -> str:
+def host_of(url: str) -> str:
     """The host of a server's URL, as requests name it."""
     host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.registry_source import Registry
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 
 __all__ = ["as_json", "as_text"]
 
 
 def as_json(
-    counts: Counts, servers: Servers, views: Mapping[Server, PrefillView], now_s: float
+    counts: Counts,
+    servers: Servers,
+    views: Mapping[Server, PrefillView],
+    registries: Sequence[Registry],
+    now_s: float,
 ) -> dict[str, Any]:
     """The answer to ``GET /v1/router``. Times are in seconds."""
     return {
@@ -23,10 +28,21 @@ def as_json(
         "ended": dict(sorted(counts.ended.items())),
         "retries": counts.retries,
         "choices": dict(sorted(counts.choices.items())),
+        "registries": [_registry(one, now_s) for one in registries],
         "servers": {
             role: [_server(one, views.get(one), now_s) for one in servers.of(role)]
             for role in ROLES
         },
+    }
+
+
+def _registry(registry: Registry, now_s: float) -> dict[str, Any]:
+    age_s = registry.age_s(now_s)
+    return {
+        "address": registry.address,
+        "age_s": None if age_s is None else round(age_s, 1),
+        "servers": registry.servers,
+        "why": registry.why,
     }
 
 
@@ -70,6 +86,10 @@ def as_text(status: dict[str, Any]) -> str:
     """``as_json`` for people: a line for each server."""
     ended = ", ".join(f"{count} {end}" for end, count in status["ended"].items()) or "none yet"
     lines = [f"requests: {status['requests']} under way; ended: {ended}", ""]
+    for one in status["registries"]:
+        age = "never heard" if one["age_s"] is None else f"heard {one['age_s']} s ago"
+        why = f": {one['why']}" if one["why"] else ""
+        lines.append(f"registry {one['address']}: {one['servers']} servers, {age}{why}")
     for role, servers in status["servers"].items():
         for one in servers:
             health = "well" if one["is_well"] else f"ill for {one['ill_for_s']} s: {one['why']}"

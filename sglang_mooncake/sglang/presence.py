@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode ranks at registries that run by themselves, for their status pages and metrics alone."""
+"""Decode ranks at registries that run by themselves: for status pages, metrics, and routers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bootstrap_server import (
     RankStatus,
     instance_name_of,
 )
+from bootstrap_server.admission.signatures import signed, signed_name
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.sglang.config import Config
 
@@ -28,8 +29,8 @@ def presence_leases(
     epoch: int,
     make_report: Callable[[], Callable[[], RankStatus]],
 ) -> list[RankLease]:
-    """A lease of this decode rank at each registry that the settings name. Never waits: nobody
-    looks a decode rank up, so the server serves whether or not the leases reach a registry.
+    """A lease of this decode rank at each registry that the settings name. Never waits: only
+    routers look a decode rank up, so the server serves whether or not the leases reach a registry.
 
     Args:
         server: an address that the ranks of this server have in common, and no others.
@@ -37,12 +38,17 @@ def presence_leases(
         epoch: of this life of the rank, in nanoseconds since 1970.
         make_report: called for each lease; what it returns is called in the lease's thread.
     """
-    record = RankRecord(context.config, Rank(context.coords, context.host, http_port, epoch))
+    name = instance_name_of(server)
+    record = signed(
+        RankRecord(context.config, Rank(context.coords, context.host, http_port, epoch)),
+        config.keys.record,
+        signed_name(name, "decode"),
+    )
     return [
         RankLease(
             address,
             record,
-            instance=instance_name_of(server),
+            instance=name,
             deadline_s=None,
             keys=config.keys.registry,
             status=make_report(),

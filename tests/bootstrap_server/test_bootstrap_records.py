@@ -15,7 +15,13 @@ from bootstrap_server import (
     SGLangParallel,
     Topology,
 )
-from bootstrap_server.ranks.records import FLAGS, check_instance_name, differences, instance_name_of
+from bootstrap_server.ranks.records import (
+    FLAGS,
+    check_instance_name,
+    differences,
+    instance_name_of,
+    registry_port_of,
+)
 
 SIZES = st.integers(1, 4)
 TOPOLOGIES = st.builds(Topology, SIZES, SIZES, SIZES, SIZES)
@@ -135,3 +141,16 @@ def test_every_address_has_a_name_that_an_instance_may_have(address):
 def test_names_of_instances_can_be_read():
     assert instance_name_of("10.0.0.1:8998") == "10.0.0.1-8998"
     assert instance_name_of("[fd00::1]:8998") == "ifd00--1--8998"
+
+
+@given(
+    host=st.text(st.characters(max_codepoint=127), min_size=1, max_size=80),
+    port=st.integers(1, 65_535),
+)
+def test_the_port_of_an_address_is_in_the_name_that_it_gives(host: str, port: int) -> None:
+    assert registry_port_of(instance_name_of(f"{host}:{port}")) == port
+
+
+@pytest.mark.parametrize("name", ["default", "a-0", "a-65536", "a-1x", "8998x"])
+def test_other_names_have_no_port(name: str) -> None:
+    assert registry_port_of(name) is None

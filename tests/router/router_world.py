@@ -11,8 +11,10 @@ from random import Random
 from typing import Any, Self, TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.router.app import VIEWS, make_app, servers_of
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.servers import Role, Server, Servers
@@ -20,6 +22,7 @@ from sglang_mooncake.router.servers import Role, Server, Servers
 T = TypeVar("T")
 #: Far beyond what is needed, also on a busy machine.
 BOUND_S = 20.0
+_NO_KEYS = Keys()
 
 Answer = Callable[["FakeServer", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -211,6 +214,8 @@ def options(**more: Any) -> Options:
         "port": 0,
         "prefill": (),
         "decode": (),
+        "registries": (),
+        "secret_file": None,
         "prefill_policy": "round_robin",
         "decode_policy": "round_robin",
         "request_timeout_s": BOUND_S,
@@ -230,8 +235,18 @@ def options(**more: Any) -> Options:
 class World:
     """Prefill servers, decode servers, a router and a client. Use it as a context manager."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, **more: Any) -> None:
-        """``more``: of the router's options."""
+    def __init__(
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        are_named: bool = True,
+        keys: Keys = _NO_KEYS,
+        **more: Any,
+    ) -> None:
+        """``are_named``: the router knows the servers from the beginning. ``more``: of the router's
+        options."""
+        self._are_named, self._keys = are_named, keys
         rooms: set[int] = set()
         self.prefill = [FakeServer("prefill", rooms) for _ in range(prefill)]
         self.decode = [FakeServer("decode", rooms) for _ in range(decode)]
@@ -244,13 +259,15 @@ class World:
         for server in (*self.prefill, *self.decode):
             await server.start()
             self._undo.push_async_callback(server.stop)
-        told = options(
-            prefill=tuple((one.url, 8998) for one in self.prefill),
-            decode=tuple(one.url for one in self.decode),
-            **self._more,
-        )
+        told = options(**self._more)
+        if self._are_named:
+            told = msgspec.structs.replace(
+                told,
+                prefill=tuple((one.url, 8998) for one in self.prefill),
+                decode=tuple(one.url for one in self.decode),
+            )
         self.servers = servers_of(told)
-        app = await make_app(told, self.servers, Random(7))
+        app = await make_app(told, self.servers, Random(7), keys=self._keys)
         self.views = app[VIEWS]
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
@@ -261,7 +278,8 @@ class World:
         self.client = await self._undo.enter_async_context(
             aiohttp.ClientSession(connector=connector)
         )
-        await until(lambda: all(one.probes for one in (*self.prefill, *self.decode)))
+        if self._are_named:
+            await until(lambda: all(one.probes for one in (*self.prefill, *self.decode)))
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -24,12 +24,12 @@ from sglang_mooncake.router.sglang_http import (
     RequestError,
     Told,
     body_of,
-    bootstrap_host,
     error_event,
     error_in,
     event_json,
     events_in,
     for_pair,
+    host_of,
     is_single,
     told_in,
     wants_input_logprobs,
@@ -106,7 +106,7 @@ def test_what_is_asked_for() -> None:
     [("http://10.0.0.1:30000", "10.0.0.1"), ("http://[fd00::1]:30000", "[fd00::1]")],
 )
 def test_a_host_is_named_as_urls_name_it(url: str, host: str) -> None:
-    assert bootstrap_host(url) == host
+    assert host_of(url) == host
 
 
 @given(events=st.lists(st.binary().filter(lambda one: b"\n" not in one)), cut=st.integers(0, 50))

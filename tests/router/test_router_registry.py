@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that the router finds in registries: they join, and they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from router_world import FakeServer, World, answers_at_once, run, until
+
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    BootstrapServer,
+    Instance,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankCoords,
+    RankRecord,
+    Topology,
+)
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import signed, signed_name
+from bootstrap_server.ranks.records import DEFAULT_INSTANCE, Role
+from sglang_mooncake.router import membership, registry_source
+from sglang_mooncake.router.membership import ABSENT_S, Listed, Membership
+from sglang_mooncake.router.registry_source import listed_of
+from sglang_mooncake.router.servers import Server, Servers
+
+FIRST, ONE = RankCoords(0, 0, 0, 0), Topology(1, 1, 1, 1)
+CONFIG = InstanceConfig(ONE, KVFormat(16, "bfloat16"), protocol=1)
+KEYS = Keys.from_secrets([b"0123456789abcdef" * 4])
+NO_KEYS = Keys()
+#: Of the registry of each prefill server.
+PORT = 8998
+
+
+def name_of(fake: FakeServer) -> str:
+    """At a registry beside its own."""
+    return f"127.0.0.1-{PORT if fake.role == 'prefill' else fake.port}"
+
+
+def record_of(fake: FakeServer, keys: Keys = NO_KEYS, name: str | None = None) -> RankRecord:
+    """As its rank registers it."""
+    if fake.role == "prefill":
+        rank = Rank(FIRST, "127.0.0.1", 4711, 1, fake.port)
+    else:
+        rank = Rank(FIRST, "127.0.0.1", fake.port, 1)
+    name = name_of(fake) if name is None else name
+    return signed(RankRecord(CONFIG, rank), keys.record, signed_name(name, fake.role))
+
+
+def client_of(registry: BootstrapServer, fake: FakeServer, keys: Keys = NO_KEYS) -> BootstrapClient:
+    address = f"127.0.0.1:{registry.port}"
+    return BootstrapClient(
+        address, 20.0, instance=name_of(fake), role=fake.role, keys=keys.registry
+    )
+
+
+def register(registry: BootstrapServer, *fakes: FakeServer, keys: Keys = NO_KEYS) -> None:
+    for fake in fakes:
+        with client_of(registry, fake, keys) as client:
+            client.register(record_of(fake, keys))
+
+
+def release(registry: BootstrapServer, fake: FakeServer) -> None:
+    with client_of(registry, fake) as client:
+        client.release(record_of(fake).rank)
+
+
+def urls(servers: Sequence[Server]) -> set[str]:
+    return {one.url for one in servers}
+
+
+async def told(world: World) -> dict[str, Any]:
+    """What the router tells of its registry."""
+    _, text = await world.get("/v1/router")
+    return dict(json.loads(text)["registries"][0])
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_source, "ASK_S", 0.02)
+
+
+def test_servers_are_served_once_they_are_well_and_leave_when_they_are_gone() -> None:
+    async def job() -> None:
+        with BootstrapServer("127.0.0.1", 0, lease_s=1000.0) as registry:
+            address = f"127.0.0.1:{registry.port}"
+            world = World(
+                2,
+                1,
+                are_named=False,
+                registries=(address,),
+                prefill_policy="cache_aware",
+                health_interval_s=0.05,
+            )
+            async with world:
+                first, second = world.prefill
+                assert "no prefill server has joined" in (await world.get("/readiness"))[1]
+                first.health = 503
+                await asyncio.to_thread(register, registry, first, world.decode[0])
+                await until(lambda: world.decode[0].probes and first.probes)
+                assert (await world.get("/readiness"))[0] == 503
+                first.health = 200
+                assert (await world.ask(text="a"))[0] == 200
+                asked = first.asked[0]
+                assert (asked["bootstrap_host"], asked["bootstrap_port"]) == ("127.0.0.1", PORT)
+                # Another one that names the same registry is another server.
+                second_record = record_of(second, name="127.0.0.2-8999")
+
+                def join() -> None:
+                    with BootstrapClient(address, 20.0, instance="127.0.0.2-8999") as client:
+                        client.register(second_record)
+
+                await asyncio.to_thread(join)
+                await until(lambda: len(world.servers.usable("prefill")) == 2)
+                assert urls(world.servers.of("prefill")) == {first.url, second.url}
+                assert len(world.views) == 2
+                await first.stop()
+                await asyncio.to_thread(release, registry, first)
+                await until(lambda: urls(world.servers.of("prefill")) == {second.url})
+                assert len(world.views) == 1
+                assert (await world.ask(text="a"))[0] == 200
+                assert second.asked[-1]["bootstrap_port"] == 8999
+
+    run(job())
+
+
+def test_a_registry_that_is_killed_or_begins_anew_ends_no_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_source, "SILENT_S", 0.1)
+    caplog.set_level("INFO")
+
+    async def job() -> None:
+        with ExitStack() as undo:
+            registry = undo.enter_context(BootstrapServer("127.0.0.1", 0, lease_s=1000.0))
+            port = registry.port
+            async with World(are_named=False, registries=(f"127.0.0.1:{port}",)) as world:
+                await asyncio.to_thread(register, registry, *world.prefill, *world.decode)
+                await until(lambda: len(world.servers.all()) == 2)
+                registry.close()
+                await until(lambda: "does not answer, so the router goes on" in caplog.text)
+                assert (await world.ask(text="a"))[0] == 200
+                assert "cannot be reached" in (await told(world))["why"]
+                again = undo.enter_context(BootstrapServer("127.0.0.1", port, lease_s=1000.0))
+                await until(lambda: "answers again" in caplog.text)
+                assert (await world.ask(text="a"))[0] == 200
+                assert len(world.servers.all()) == 2
+                _, lines = await world.get("/metrics")
+                name = "sglang_mooncake_router_registry_servers"
+                assert f'{name}{{registry="127.0.0.1:{port}"}} 0' in lines
+                await asyncio.to_thread(register, again, *world.prefill, *world.decode)
+                while (await told(world))["servers"] != 2:
+                    await asyncio.sleep(0.01)
+
+    run(job())
+
+
+def test_a_registry_with_a_secret_and_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def job() -> None:
+        with BootstrapServer("127.0.0.1", 0, lease_s=1000.0, keys=KEYS.registry) as registry:
+            address = f"127.0.0.1:{registry.port}"
+            async with World(2, 1, are_named=False, registries=(address,), keys=KEYS) as world:
+                good, bad = world.prefill
+                decode = world.decode[0]
+
+                def others() -> None:
+                    # Signed as a prefill server, and not at all.
+                    for role, record in (
+                        ("decode", record_of(bad, KEYS)),
+                        ("prefill", RankRecord(CONFIG, Rank(FIRST, "127.0.0.1", 1, 1, bad.port))),
+                    ):
+                        with BootstrapClient(
+                            address, 20.0, instance="b-1", role=role, keys=KEYS.registry
+                        ) as client:
+                            client.register(record)
+
+                await asyncio.to_thread(others)
+                await asyncio.to_thread(register, registry, good, decode, keys=KEYS)
+                await until(lambda: len(world.servers.all()) == 2)
+                assert urls(world.servers.all()) == {good.url, decode.url}
+                assert caplog.text.count("a server cannot be used") == 2
+            async with World(1, 1, are_named=False, registries=(address,)) as world:
+                while "start this one with the same SGLANG" not in (await told(world))["why"]:
+                    await asyncio.sleep(0.01)
+                assert world.servers.all() == ()
+
+    run(job())
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/health_generate", "/flush_cache"])
+def test_a_server_may_join_or_leave_during_a_question_to_all(path: str) -> None:
+    async def job() -> None:
+        async with World(2, 1) as world:
+            world.decode[0].is_slow = True
+            asked = asyncio.create_task(world.get(path))
+            await until(lambda: any(at == path for at, _ in world.decode[0].others))
+            world.servers.leave(world.known(world.prefill[0]))
+            world.servers.join(Server("decode", "http://127.0.0.1:1"))
+            world.decode[0].is_slow = False
+            assert (await asked)[0] == 200
+
+    run(job())
+
+
+def test_a_request_ends_well_though_its_server_leaves_meanwhile() -> None:
+    async def job() -> None:
+        gate = asyncio.Event()
+
+        async def later(
+            server: FakeServer, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            await gate.wait()
+            return await answers_at_once(server, request, body)
+
+        with BootstrapServer("127.0.0.1", 0, lease_s=1000.0) as registry:
+            async with World(
+                are_named=False,
+                registries=(f"127.0.0.1:{registry.port}",),
+                prefill_policy="cache_aware",
+                health_interval_s=0.05,
+            ) as world:
+                await asyncio.to_thread(register, registry, *world.prefill, *world.decode)
+                await until(lambda: world.servers.usable("prefill"))
+                server = world.known(world.prefill[0])
+                world.prefill[0].answer = later
+                asked = asyncio.create_task(world.ask(text="a"))
+                await until(lambda: world.prefill[0].asked)
+                world.prefill[0].health = 503
+                await asyncio.to_thread(release, registry, world.prefill[0])
+                await until(lambda: not world.views)
+                gate.set()
+                assert (await asked)[0] == 200
+                await until(lambda: server.under_way == 0)
+
+    run(job())
+
+
+# --- the rules ---
+
+LISTED = st.builds(
+    Listed,
+    st.sampled_from(["prefill", "decode"]),
+    st.sampled_from(["http://a:1", "http://b:2", "http://c:3"]),
+    st.none(),
+    st.sampled_from([None, 1, 2]),
+)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["r", "s"]),
+        st.lists(LISTED, max_size=4),
+        st.floats(0.0, 2 * ABSENT_S),
+        st.sets(st.sampled_from(["http://a:1", "http://b:2", "http://c:3"])),
+    ),
+    max_size=8,
+)
+
+
+@given(steps=STEPS)
+def test_a_server_is_there_once_and_as_it_is_listed(
+    steps: list[tuple[str, list[Listed], float, set[str]]],
+) -> None:
+    named = Server("prefill", "http://a:1")
+    servers = Servers([named])
+    members, last, now_s = Membership(servers), dict[str, list[Listed]](), 0.0
+    for registry, listed, later_s, ill in steps:
+        now_s += later_s
+        for server in servers.all():
+            if server.url in ill:
+                server.failed("gone", now_s, 1)
+            else:
+                server.answered()
+        before = set(servers.all())
+        last[registry] = listed
+        members.told(registry, listed)
+        change = members.settle(now_s)
+        after = set(servers.all())
+        assert set(change.joined) == after - before
+        assert set(change.left) == before - after
+        assert len(urls(servers.all())) == len(after)
+        assert named in after
+        assert not any(one.is_well for one in change.joined)
+        every = [one for each in last.values() for one in each]
+        first = {one.url: one for one in reversed(every)}
+        for url, one in first.items():
+            (there,) = (server for server in after if server.url == url)
+            if there is not named:
+                assert (there.role, there.bootstrap_port) == (one.role, one.bootstrap_port)
+        for server in after - {named}:
+            assert server.url in first or (server in before and server.is_well)
+        assert members.settle(now_s) == membership.Change((), (), ())
+
+
+def test_who_is_listed_no_more_and_answers_leaves_late() -> None:
+    servers = Servers(())
+    members = Membership(servers)
+    members.told("r", [Listed("decode", "http://a:1")])
+    (server,) = members.settle(0.0).joined
+    server.answered()
+    members.told("r", [])
+    assert members.settle(1.0).left == ()
+    assert members.settle(ABSENT_S).left == ()
+    assert members.settle(1.0 + ABSENT_S).left == (server,)
+
+
+def test_two_roles_of_one_server_are_told_once() -> None:
+    members = Membership(Servers([Server("prefill", "http://a:1")]))
+    members.told("r", [Listed("decode", "http://a:1")])
+    (sentence,) = members.settle(0.0).refused
+    assert "http://a:1 is a decode server by the registry at r" in sentence
+    assert members.settle(1.0).refused == ()
+
+
+def instance(host: str, http_port: int | None) -> Instance:
+    return Instance(CONFIG, 1, (Rank(FIRST, host, 4711, 1, http_port),))
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "host", "listed"),
+    [
+        ("prefill", DEFAULT_INSTANCE, "10.0.0.1", ("http://10.0.0.1:30000", "reg", 7)),
+        ("prefill", "10.0.0.1-8998", "10.0.0.1", ("http://10.0.0.1:30000", "10.0.0.1", 8998)),
+        ("prefill", "ifd00--1--8998", "fd00::1", ("http://[fd00::1]:30000", "[fd00::1]", 8998)),
+        ("decode", "x", "10.0.0.1", ("http://10.0.0.1:4711", None, None)),
+    ],
+)
+def test_where_requests_for_a_listed_server_go(
+    role: Role, name: str, host: str, listed: tuple[str, str | None, int | None]
+) -> None:
+    assert listed_of(role, name, instance(host, 30_000), "reg:7")[1:] == listed
+
+
+@pytest.mark.parametrize(
+    ("name", "port", "why"),
+    [("default", None, "at which port"), ("a-0", 30_000, "not named by the address of its own")],
+)
+def test_a_server_that_cannot_be_asked_is_said_so(name: str, port: int | None, why: str) -> None:
+    with pytest.raises(BootstrapError, match=why):
+        listed_of("prefill", name, instance("10.0.0.1", port), "reg:7")
