@@ -9,9 +9,10 @@
 # they wait no longer than beside a thread that does something else (30 ms on two busy cores).
 #
 # It lies in a memory file, from where other processes read it (Mirror). Behind a head with the ranks
-# and the shards comes a heap of entries; the file is as large as a table can ever be, and has pages
-# only where something was written. A shard's number is odd while the shard changes: who reads takes
-# what he has found only if the number is even, and the same before and after.
+# and the shards comes a heap of entries; the file is as large as a table can ever be, or as the limits
+# of the process allow (ulimit), and has pages only where something was written. A shard's number is odd
+# while the shard changes: who reads takes what he has found only if the number is even, and the same
+# before and after.
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
@@ -22,6 +23,7 @@ from libc.string cimport memcpy, memset
 import fcntl
 import mmap
 import os
+import resource
 
 ctypedef uint8_t u8
 ctypedef uint16_t u16
@@ -91,6 +93,7 @@ cdef enum:
 
 cdef u64 MAGIC = 0x31656c6261547653  # and the version of all that is laid out here
 cdef u64 FILE_BYTES = <u64>1 << 36   # 2 thousand million entries
+cdef u64 LIMITED_PART = 16           # of the address space, where that is limited (ulimit -v)
 
 cdef u32 LOWER_TIER = 0xFFFFFFFF  # the slot of an object that does not lie in memory
 
@@ -288,10 +291,11 @@ cdef class Table(Reader):
         memset(self.free_blocks, 0, sizeof(self.free_blocks))
         fd = os.memfd_create("kvstore-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, FILE_BYTES)
+            nbytes = file_bytes()
+            os.ftruncate(fd, nbytes)
             # Who has it mapped must never find it shorter.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            mapped = mmap.mmap(fd, FILE_BYTES)
+            mapped = mmap.mmap(fd, nbytes)
             # A core dump would give each of its holes a page: 64 GiB.
             mapped.madvise(mmap.MADV_DONTDUMP)
             self.open(mapped, True)
@@ -454,7 +458,10 @@ cdef class Table(Reader):
             # Of whole pages, if it has some, so that they can be freed.
             at = (self.top + min(nbytes, <u64>PAGE) - 1) // min(nbytes, <u64>PAGE) * min(nbytes, <u64>PAGE)
             if nbytes > self.nbytes_mapped - at:
-                raise MemoryError(f"no room in the table for {count} entries")
+                raise MemoryError(
+                    f"no room in the table for {count} entries: it can have {self.nbytes_mapped} bytes"
+                    " (less where ulimit -v or -f is set)"
+                )
             self.top = at + nbytes
         memset(self.base + at, 0, min(nbytes, <u64>PAGE) if is_freed(nbytes) else nbytes)
         return at
@@ -467,6 +474,17 @@ cdef class Table(Reader):
         self.free_blocks[kind] = at
         if is_freed(nbytes):
             free_pages(self.base + at + PAGE, nbytes - PAGE)
+
+
+cdef u64 file_bytes() except 0:
+    """Of a table's file."""
+    cdef u64 nbytes = FILE_BYTES
+    space, file = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
+    if space != resource.RLIM_INFINITY:
+        nbytes = min(nbytes, <u64>space // LIMITED_PART)
+    if file != resource.RLIM_INFINITY:
+        nbytes = min(nbytes, <u64>file)
+    return max(nbytes // PAGE * PAGE, <u64>2 * HEAP_AT)
 
 
 cdef inline bint is_freed(u64 nbytes) noexcept nogil:

@@ -79,8 +79,9 @@ class Store:
         self._lease: Lease | None = None
         with contextlib.ExitStack() as undo:
             if self._config.owner == "host" and self._config.memory:
-                self._owners: Pool = self._of_host(undo)
-                self._managing: Managing = HostManaging(self._owners)
+                of_host = self._of_host(undo)
+                self._owners: Pool = of_host
+                self._managing: Managing = HostManaging(of_host)
             else:
                 self._owners = self._of_its_own(undo, memory)
                 self._managing = Managing(self._owners)
@@ -172,7 +173,10 @@ class Store:
     def register(self, memory: Any, nbytes: int | None = None) -> te.Region:
         """Registers memory that objects are read into or stored from: a buffer, or an address and
         a size in bytes. Peers get no rights to it. Raises ``te.RegistrationError``."""
-        return self._memory.register(memory, nbytes)
+        region = self._memory.register(memory, nbytes)
+        if isinstance(self._owners, HostPool):
+            self._owners.connect_by_te()
+        return region
 
     def deregister(self, region: te.Region) -> None:
         """Undoes ``register``. See ``te.Engine.deregister`` for what it raises."""
@@ -308,7 +312,8 @@ class Store:
         outcomes = self._putting.put(keys, signature, source, until)
         if self._config.copies > 1 and isinstance(self._owners, HostPool):
             stored = [row for row, one in enumerate(outcomes) if one in (Put.STORED, Put.EXISTS)]
-            self._owners.copy(keys[stored], signature, source.object_bytes, self._config.copies)
+            copies = self._config.copies
+            self._owners.copy(keys[stored], signature, source.object_bytes, copies, until)
         _count(self._puts, outcomes, Put)
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes

@@ -19,6 +19,7 @@ from kvstore.protocol.messages import (
     Answer,
     Clear,
     Copy,
+    Discard,
     Done,
     Gone,
     Pin,
@@ -65,6 +66,9 @@ class PoolAnswers:
         match question:
             case Touch(keys, signature):
                 self._owner.touch(keys_of(keys), signature)
+                return None
+            case Discard(keys, signature):
+                self._managing.remove_soon(keys_of(keys), signature)
                 return None
             case Promote(keys, signature, nbytes, timeout_ms):
                 return promoted(

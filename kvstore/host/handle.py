@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 import te
+from kvstore.client.deadline import Deadline
 from kvstore.client.handles import AskedHandle
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
@@ -82,12 +83,14 @@ class HostHandle(AskedHandle):
                 raise ValueError(f"{len(answer.verdicts)} answers for {count} objects")
             return [Verdict(one) for one in answer.verdicts]
 
-    def copy(self, keys: Keys, signature: bytes, nbytes: int, copies: int) -> None:
+    def copy(
+        self, keys: Keys, signature: bytes, nbytes: int, copies: int, deadline: Deadline
+    ) -> None:
         """Has so many owners in all have objects that this host has; waits for it."""
         for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
             some = keys[first : first + CLAIM_OBJECTS_MAX]
             question = Copy(some.tobytes(), signature, nbytes, copies)
-            self._ask(question, Done, self._timeout_s + EXTRA_S)
+            self._ask(question, Done, min(self._timeout_s + EXTRA_S, deadline.left_s))
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``. Raises nothing."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owners, as a process knows them that uses the owner of its host: that one owns the memory,
-and knows the others. Its table and its memory are mapped here, for reading.
+and knows the others. Its table and its memory are mapped here, for reading. Whoever puts or gets
+makes no connection: that is done when memory is registered, or in the lease's thread.
 
 What does not lie in the host's memory is to this process in a lower tier, wherever it lies: it asks
 the owner for it (``kvstore.host.bringing``).
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 import te
 from kvstore._table import Mirror, sole_owner
+from kvstore.client.deadline import Deadline
 from kvstore.client.handles import Handle
 from kvstore.client.load_times import LoadTimes
 from kvstore.client.managing import Managing
@@ -36,14 +38,14 @@ from kvstore.owner.owner import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped
-from kvstore.protocol.messages import Touch
+from kvstore.protocol.messages import Discard, Touch
 
 __all__ = ["HostManaging", "HostPool"]
 
 logger = logging.getLogger(__name__)
 
 OWN_ALONE: Final = bytes([1]).ljust(OWNERS_MAX, b"\0")
-TOUCHES_MAX: Final = 1024
+TOLD_MAX: Final = 1024
 """Batches of keys that wait to be told to the owner."""
 PAUSE_S: Final = 1.0
 """An owner that could not be connected to is left alone for so long."""
@@ -60,6 +62,12 @@ class _Link:
     #: When it may be connected to again, by the monotonic clock.
     connect_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def live_peer(self) -> te.Peer | None:
+        """None if there is no connection by te at the moment."""
+        peer = self.peer
+        return peer if peer is not None and peer.alive else None
 
     def close(self) -> None:
         """Who reads what is mapped keeps it."""
@@ -92,7 +100,7 @@ class HostPool:
         #: The owner that it leads to, and when it is tried again.
         self._pid = 0
         self._link_s = 0.0
-        self._touched: deque[tuple[Keys, bytes]] = deque()
+        self._untold: deque[tuple[type[Touch | Discard], Keys, bytes]] = deque()
         lease.on_join = self._join
         lease.on_reminder = self._on_reminder
         if lease.is_joined:
@@ -128,7 +136,9 @@ class HostPool:
             self._link_s = time.monotonic() + PAUSE_S
             logger.warning("%s; it is tried again", exc)
             return
-        former, self._link = self._link, _Link(caller, tables[0])
+        link = _Link(caller, tables[0])
+        self._connect_by_te(link)  # First: what is found behind this is to be read.
+        former, self._link = self._link, link
         self._pid = pid
         if former is not None:
             former.close()
@@ -150,7 +160,8 @@ class HostPool:
         with self._lock:
             if self._pid != self._lease.pid and time.monotonic() >= self._link_s:
                 self._connect()
-        self._tell_touched()
+        self.connect_by_te()
+        self._tell()
 
     # -- look-ups
 
@@ -165,9 +176,9 @@ class HostPool:
 
     @property
     def ranks(self) -> bytes:
-        """Without an owner to ask, its memory alone."""
+        """Without an owner to ask, its memory alone, if that can be read."""
         link = self._link
-        if link is None:
+        if link is None or (link.caller.window is None and link.live_peer is None):
             return bytes(OWNERS_MAX)
         return link.table.ranks if self._joined() is link else OWN_ALONE
 
@@ -208,20 +219,26 @@ class HostPool:
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:  # noqa: ARG002
         """See ``Pool``. Wakes up the lease's thread if it was not reminded since the last time; of
         too many, some are left out."""
-        if len(self._touched) < TOUCHES_MAX:
-            self._touched.append((keys, signature))
+        self._tell_soon(Touch, keys, signature)
+
+    def discard_soon(self, keys: Keys, signature: bytes) -> None:
+        """Has objects removed, as ``touch_soon``. An owner that does not hear it keeps them."""
+        self._tell_soon(Discard, keys, signature)
+
+    def _tell_soon(self, kind: type[Touch | Discard], keys: Keys, signature: bytes) -> None:
+        if len(self._untold) < TOLD_MAX:
+            self._untold.append((kind, keys, signature))
             self._lease.remind()
 
-    def _tell_touched(self) -> None:
+    def _tell(self) -> None:
         """In the lease's thread."""
-        link, touches = self._joined(), list[Touch]()
-        while self._touched:
-            keys, signature = self._touched.popleft()
+        link, told = self._joined(), list[Touch | Discard]()
+        while self._untold:
+            kind, keys, signature = self._untold.popleft()
             for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
-                some = keys[first : first + CLAIM_OBJECTS_MAX]
-                touches.append(Touch(some.tobytes(), signature))
+                told.append(kind(keys[first : first + CLAIM_OBJECTS_MAX].tobytes(), signature))
         if link is not None:
-            link.caller.tell(touches)
+            link.caller.tell(told)
 
     # -- owners
 
@@ -230,10 +247,10 @@ class HostPool:
         link = self._link
         if link is None:
             return None
-        window, peer = link.caller.window, None
-        if window is None or self._memory.has_engine:
-            peer = self._peer(link)
-            if peer is None and window is None:
+        window, peer = link.caller.window, link.live_peer
+        if peer is None and self._needs_te(link):
+            self._lease.remind()
+            if window is None:
                 return None
         hello = link.caller.hello
         return Source(number, peer, hello.headers_address, hello.slots_address, window)
@@ -243,21 +260,33 @@ class HostPool:
         number = sole_owner(places)
         return None if number < 0 else self.source(number)
 
-    def _peer(self, link: _Link) -> te.Peer | None:
-        """None if the owner cannot be connected to now. Waits for the first connection."""
+    def _needs_te(self, link: _Link) -> bool:
+        return link.caller.window is None or self._memory.has_engine
+
+    def connect_by_te(self) -> None:
+        """Connects to the owner, if this process needs that, and has no connection. Waits for
+        it."""
+        link = self._joined()
+        if link is not None:
+            self._connect_by_te(link)
+            if self._link is not link:  # It was ended meanwhile.
+                link.close()
+
+    def _connect_by_te(self, link: _Link) -> None:
+        if not self._needs_te(link):
+            return
         with link.lock:
-            if link.peer is not None and not link.peer.alive:
-                link.peer = None
-            if link.peer is None and time.monotonic() >= link.connect_s:
-                try:
-                    link.peer = self._memory.engine.connect(link.caller.hello.engine)
-                except te.Error as exc:
-                    link.connect_s = time.monotonic() + PAUSE_S
-                    logger.warning("%s is not read by te: %s", HOST, exc)
-            return link.peer
+            if link.live_peer is not None or time.monotonic() < link.connect_s:
+                return
+            try:
+                engine, card = self._memory.engine, link.caller.hello.engine
+                link.peer = engine.connect(card, self.request_timeout_s)
+            except te.Error as exc:
+                link.connect_s = time.monotonic() + PAUSE_S
+                logger.warning("%s is not read by te: %s", HOST, exc)
 
     def pause(self, number: int, reason: str) -> None:
-        """See ``Pool``. ``source`` connects anew."""
+        """See ``Pool``. The lease's thread connects anew."""
         logger.warning("the memory of owner %d of the store was not read: %s", number, reason)
 
     def handle(self, number: int) -> HostHandle | None:
@@ -276,12 +305,14 @@ class HostPool:
         """See ``Pool``: objects are stored at the host's owner, and it stores copies elsewhere."""
         return [] if self._joined() is None else [OWN]
 
-    def copy(self, keys: Keys, signature: bytes, nbytes: int, copies: int) -> None:
+    def copy(
+        self, keys: Keys, signature: bytes, nbytes: int, copies: int, deadline: Deadline
+    ) -> None:
         """Has so many owners in all have objects that the host's owner has; waits for it."""
         handle = self.handle(OWN) if len(keys) else None
         if handle is not None:
             try:
-                handle.copy(keys, signature, nbytes, copies)
+                handle.copy(keys, signature, nbytes, copies, deadline)
             except NoAnswer as exc:
                 logger.warning("%d objects may have fewer copies than wanted: %s", len(keys), exc)
 
@@ -300,6 +331,14 @@ class HostPool:
 
 class HostManaging(Managing):
     """See ``Managing``. The owner asks the others."""
+
+    def __init__(self, owners: HostPool) -> None:
+        super().__init__(owners)
+        self._host = owners
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> None:
+        """See ``Managing``."""
+        self._host.discard_soon(keys, signature)
 
     def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
         handle = self._owners.handle(OWN)

@@ -133,8 +133,9 @@ class Line:
     def tell(self, question: Question) -> None:
         """Asks what is not answered; left out if the owner does not read at the moment. ``OSError``
         if the connection has ended."""
+        self._socket.settimeout(0.0)  # With one, the socket's own poll would wait.
         with contextlib.suppress(BlockingIOError):
-            self._socket.send(encode(question), socket.MSG_DONTWAIT)
+            self._socket.send(encode(question))
 
     def _wait_until(self, until_s: float) -> None:
         """For the next call of the socket. ``TimeoutError`` if it is over."""
@@ -244,6 +245,7 @@ class Caller:
     @contextmanager
     def _line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
         """For one question, with a tray for so many bytes. None: all are in use."""
+        until_s = time.monotonic() + timeout_s
         line, is_new = self._take(timeout_s)
         try:
             if line is not None and line.tray.nbytes < nbytes:
@@ -251,7 +253,8 @@ class Caller:
                 line, is_new = None, True
             if is_new:
                 tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
-                line = Line(self._path, self._name, timeout_s, tray, self._map_table)
+                left_s = until_s - time.monotonic()
+                line = Line(self._path, self._name, left_s, tray, self._map_table)
             yield line
         except BaseException:
             if line is not None:

@@ -32,7 +32,14 @@ class Mapped:
             raise ValueError("a memory file of another process is of huge pages")
         self.nbytes: Final = os.fstat(fd).st_size
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0)
-        self.memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)
+        try:
+            self.memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)
+        except OSError as exc:
+            raise OSError(
+                exc.errno,
+                f"{exc.strerror}: {self.nbytes} bytes of another process cannot be mapped; raise"
+                " this process's limit of address space (ulimit -v)",
+            ) from exc
         # A core dump would give each hole of the file its page, and write all of it.
         self.memory.madvise(mmap.MADV_DONTDUMP)
         self.address: Final = int(np.frombuffer(self.memory, np.uint8).ctypes.data)

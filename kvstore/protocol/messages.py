@@ -24,6 +24,7 @@ __all__ = [
     "Claim",
     "Clear",
     "Copy",
+    "Discard",
     "Done",
     "Follow",
     "Gone",
@@ -55,7 +56,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 7
+VERSION: Final = 8
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
@@ -205,6 +206,14 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag=16):
     copies: Annotated[int, msgspec.Meta(ge=1, le=COPIES_MAX)]
 
 
+class Discard(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """As ``Remove``, of objects that were found to be corrupted. Not answered. Only a host's owner
+    knows it."""
+
+    keys: Keys
+    signature: Signature
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -334,6 +343,7 @@ Question = (
     | Unpin
     | Sizes
     | Copy
+    | Discard
 )
 Answer = (
     Hello

@@ -71,7 +71,7 @@ def test_no_thread_wakes_up_without_work(directory: Path) -> None:
             put_all(store)
             own = set(switches()) - before
             assert len(own) <= 3
-            until(lambda: not store._owners._touched)  # type: ignore[attr-defined]
+            until(lambda: not store._owners._untold)  # type: ignore[attr-defined]
             time.sleep(0.5)
             asleep = switches()
             time.sleep(1.0)
@@ -223,7 +223,7 @@ def test_without_a_connection_by_te_such_memory_gets_outcomes(host: Store) -> No
     back = Room(host, N, NBYTES)
     assert host.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N, "the processor needs no connection"
     pool._link.connect_s = 0.0
-    assert host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+    until(lambda: host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N)
     assert host.put(others, SIG, room.pieces) == [Put.STORED] * N, "no slot was claimed"
 
 
@@ -238,7 +238,7 @@ def test_who_looks_up_does_not_connect(host: Store, monkeypatch: pytest.MonkeyPa
         former()
 
     monkeypatch.setattr(pool, "_connect", connect)
-    until(lambda: not pool._touched)
+    until(lambda: not pool._untold)
     pool._pid = 0
     assert host.exists(KEYS, SIG, NBYTES).all(), "what is mapped is there without a connection"
     until(lambda: pool.usable())

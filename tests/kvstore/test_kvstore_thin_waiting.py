@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a thin client does not wait for, and how long it waits at most; what a process has whose
+address space is limited."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_host import end_all, shared
+from store_makers import SIG, TIMEOUT_S, until
+from store_objects import KEYS, NBYTES, N, put_all
+
+from kvstore.client.deadline import Deadline
+from kvstore.host.pool import HostPool
+from kvstore.objects.outcomes import Got
+from kvstore.protocol import calling
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Caller, Line
+from kvstore.protocol.messages import Touch
+from kvstore.store import Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def host(directory: Path) -> Iterator[Store]:
+    """Uses the owner of its host, which is another process."""
+    try:
+        with Store(shared(directory)) as store:
+            yield store
+    finally:
+        end_all(directory)
+
+
+def pool_of(store: Store) -> HostPool:
+    pool = store._owners
+    assert isinstance(pool, HostPool)
+    assert pool._link is not None
+    return pool
+
+
+def asks_nothing(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool._link is not None
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the owner was asked, and waited for")
+
+    monkeypatch.setattr(pool._link.caller, "ask", fail)
+
+
+def test_a_get_that_finds_corrupted_objects_does_not_wait_until_they_are_removed(
+    host: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(host)
+    asks_nothing(pool_of(host), monkeypatch)
+    outcomes = [Got.CORRUPTED] * 3 + [Got.RIGHT] * (N - 3)
+    host.conclude_gets(KEYS, SIG, outcomes, NBYTES)
+    until(lambda: host.exists(KEYS, SIG, NBYTES).tolist() == [False] * 3 + [True] * (N - 3))
+
+
+def test_copies_are_not_waited_for_behind_a_put_s_deadline(
+    host: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_all(host)
+    pool, times = pool_of(host), list[float]()
+    assert pool._link is not None
+    former = Line.ask
+
+    def ask(line: Line, question: Any, timeout_s: float) -> Any:
+        times.append(timeout_s)
+        return former(line, question, timeout_s)
+
+    monkeypatch.setattr(Line, "ask", ask)
+    pool.copy(KEYS, SIG, NBYTES, 2, Deadline(1.5))
+    assert 0.0 < times[0] <= 1.5
+    over = Deadline(TIMEOUT_S)
+    over.end()
+    with caplog.at_level(logging.WARNING):
+        pool.copy(KEYS, SIG, NBYTES, 2, over)
+    assert f"{N} objects may have fewer copies than wanted" in caplog.text
+
+
+def test_a_new_line_has_the_time_that_is_left(host: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = pool_of(host)._link
+    assert link is not None
+    now_s, given = 100.0, list[float]()
+
+    class Made:
+        def __init__(self, _: str, __: str, timeout_s: float, *___: object) -> None:
+            given.append(timeout_s)
+            raise NoAnswer("made")
+
+    def take(_: Caller, timeout_s: float) -> tuple[None, bool]:
+        nonlocal now_s
+        now_s += timeout_s / 4
+        link.caller._lines += 1
+        return None, True
+
+    monkeypatch.setattr(calling.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(Caller, "_take", take)
+    monkeypatch.setattr(calling, "Line", Made)
+    with pytest.raises(NoAnswer, match="made"), link.caller._line(8.0):
+        pass
+    assert given == [6.0]
+
+
+def test_an_owner_that_does_not_read_is_told_nothing_and_not_waited_for() -> None:
+    line = Line.__new__(Line)
+    line._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line._socket.settimeout(TIMEOUT_S)
+    with line._socket, far:
+        for _ in range(10_000):
+            line.tell(Touch(KEYS.tobytes(), SIG))
+        line.close()
+        assert 0 < sum(1 for _ in iter(partial(far.recv, 1 << 16), b"")) < 10_000
+
+
+def test_te_connects_when_memory_is_registered_and_else_in_the_lease_s_thread(
+    host: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = put_all(host)
+    host.deregister(room.region)
+    pool, threads = pool_of(host), list[str]()
+    link, former = pool._link, pool.connect_by_te
+    assert link is not None
+
+    def connect() -> None:
+        threads.append(threading.current_thread().name)
+        former()
+
+    monkeypatch.setattr(pool, "connect_by_te", connect)
+    room.region = host.register(room.bytes.ctypes.data, room.bytes.nbytes)
+    assert threads == ["MainThread"]
+    assert link.live_peer is not None
+    assert host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+    link.peer.close()  # type: ignore[union-attr]
+    until(lambda: link.live_peer is None)
+    del threads[:]
+    assert host.get(KEYS, SIG, room.pieces) == [Got.UNREACHABLE] * N
+    until(lambda: link.live_peer is not None, "it is connected to again")
+    assert set(threads) == {"kvstore-host"}
+    assert host.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+
+
+LIMITED = """
+import logging, resource, sys
+from pathlib import Path
+logging.basicConfig()
+resource.setrlimit(resource.{limit}, ({nbytes}, {nbytes}))
+from store_host import shared
+from store_makers import SIG, Room, config
+from store_objects import KEYS, N, NBYTES, put_all
+from kvstore.objects.outcomes import Got
+from kvstore.store import Store
+with Store({make}(Path(sys.argv[1]), 16 << 20)) as store:
+    {then}
+"""
+WORKS = """
+    room = put_all(store)
+    back = Room(store, N, NBYTES)
+    assert store.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+""".strip()
+
+
+def limited(directory: Path, **words: Any) -> subprocess.CompletedProcess[str]:
+    program = LIMITED.format(**words)
+    path = ":".join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", program, str(directory)],
+        env={"PYTHONPATH": path, "HOME": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("make", ["config", "shared"])
+@pytest.mark.parametrize(("limit", "nbytes"), [("RLIMIT_AS", 8 << 30), ("RLIMIT_FSIZE", 64 << 20)])
+def test_limits_of_a_process_do_not_keep_the_store_from_starting(
+    directory: Path, limit: str, nbytes: int, make: str
+) -> None:
+    try:
+        ended = limited(directory, limit=limit, nbytes=nbytes, make=make, then=WORKS)
+        assert ended.returncode == 0, ended.stderr
+    finally:
+        end_all(directory)
+
+
+def test_a_table_that_a_limited_process_cannot_map_is_said(host: Store, directory: Path) -> None:
+    put_all(host)
+    ended = limited(
+        directory,
+        limit="RLIMIT_AS",
+        nbytes=8 << 30,
+        make="shared",
+        then="assert not store.exists(KEYS, SIG, NBYTES).any()",
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "cannot be mapped; raise this process's limit of address space" in ended.stderr
