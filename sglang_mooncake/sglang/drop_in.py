@@ -11,23 +11,24 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import te
 from bootstrap_server.settings.values import ConfigError
-from kvstore.store import Store
-from sglang_mooncake import mooncake_face, nixl_face
-from sglang_mooncake.faces import mooncake_store
-from sglang_mooncake.nixl_face.notices import TeNotices
+from sglang_mooncake.faces import mooncake_engine, mooncake_store, nixl
+from sglang_mooncake.faces.nixl.notices import TeNotices
 from sglang_mooncake.sglang.config import INSECURE, Config
-from sglang_mooncake.sglang.store.options import config_of
 from sglang_mooncake.sglang.transports import open_engine
 
-__all__ = ["NAMES", "install", "nixl_options", "options", "register", "store_options"]
+if TYPE_CHECKING:
+    from kvstore.store import Store
+    from sglang_mooncake.faces.mooncake_store.settings import Setup
+
+__all__ = ["NAMES", "engine_options", "install", "nixl_options", "register", "store_options"]
 
 logger = logging.getLogger(__name__)
 
-NAMES: Final = ("mooncake", *nixl_face.PACKAGES)
+NAMES: Final = (*mooncake_engine.PACKAGES, *nixl.PACKAGES)
 """The packages of which something is replaced."""
 
 _VLLMS_ADDRESS: Final = "VLLM_HOST_IP"
@@ -46,9 +47,9 @@ def install(config: Config | None = None) -> None:
         RuntimeError: one of the modules that are replaced was imported in this process before.
     """
     config = Config.from_environment() if config is None else config
-    mooncake_face.install(options(config))
+    mooncake_engine.install(engine_options(config))
     mooncake_store.install(store_options(config))
-    nixl_face.install(nixl_options(config))
+    nixl.install(nixl_options(config))
     logger.warning(
         "mooncake.engine and nixl are te, and mooncake.store is kvstore, in this process (%s); its"
         " peers need the same",
@@ -67,7 +68,7 @@ def register() -> None:
         _stop(error)
 
 
-def options(config: Config) -> mooncake_face.Options:
+def engine_options(config: Config) -> mooncake_engine.Options:
     """The same secret, devices, ports and transports as for the hand-over."""
 
     def open_it(host: str, devices: tuple[str, ...], transports: tuple[str, ...]) -> te.Engine:
@@ -75,7 +76,7 @@ def options(config: Config) -> mooncake_face.Options:
             replace(config, transports=config.transports or transports), host, devices
         )
 
-    return mooncake_face.Options(
+    return mooncake_engine.Options(
         open_engine=open_it,
         keys=config.keys.control,
         ports=config.ports,
@@ -88,7 +89,11 @@ def store_options(config: Config) -> mooncake_store.Options:
     """The store's settings (`SGLANG_MOONCAKE_STORE`), and for its engine those of the hand-over.
     Devices that the caller names count if there are several hosts and the operator names none."""
 
-    def open_it(setup: mooncake_store.Setup) -> Store:
+    def open_it(setup: Setup) -> Store:
+        # A process that sets up no store does without its modules.
+        from kvstore.store import Store
+        from sglang_mooncake.sglang.store.options import config_of
+
         nics = config.nics or setup.devices
         given = {"memory": setup.segment_bytes} | dict(config.store)
         label = f"mooncake.store of {setup.hostname}"
@@ -97,7 +102,7 @@ def store_options(config: Config) -> mooncake_store.Options:
     return mooncake_store.Options(open_store=open_it)
 
 
-def nixl_options(config: Config) -> nixl_face.Options:
+def nixl_options(config: Config) -> nixl.Options:
     """The same. NIXL's callers name no address: without one in the settings it is that of the
     default route, as UCX would take it."""
 
@@ -105,7 +110,7 @@ def nixl_options(config: Config) -> nixl_face.Options:
         workers = {"workers": threads} if threads else {}
         return open_engine(replace(config, engine=workers | dict(config.engine)), host, devices)
 
-    return nixl_face.Options(
+    return nixl.Options(
         open_engine=open_it,
         make_notices=TeNotices,
         host=_host_of(config) or _own_address(),

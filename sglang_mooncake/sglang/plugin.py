@@ -120,10 +120,11 @@ def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any)
 def _drop_in() -> None:
     """If the operator says so."""
     from sglang_mooncake.sglang.config import Config
-    from sglang_mooncake.sglang.drop_in import install
 
     config = Config.from_environment()
     if config.drop_in:
+        from sglang_mooncake.sglang.drop_in import install
+
         install(config)
 
 

@@ -47,8 +47,10 @@ ALLOWED = {
     # The router's choice, which is pure, is simulated, too.
     "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "sglang_mooncake", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
-    "sglang_mooncake/faces": set(),
+    "sglang_mooncake/faces": {"bootstrap_server"},
+    "sglang_mooncake/faces/mooncake_engine": {"bootstrap_server", "te"},
     "sglang_mooncake/faces/mooncake_store": {"kvstore", "numpy", "te"},
+    "sglang_mooncake/faces/nixl": {"msgspec", "numpy", "te"},
     "sglang_mooncake/router": {"aiohttp", "bootstrap_server", "msgspec", "te", "uvloop", "zmq"},
     SGLANGS: {
         "bootstrap_server",

@@ -8,7 +8,6 @@ from handover import NEVER_S
 
 from sglang_mooncake import control, digesting, fences, gpu_events, prefill_side
 from sglang_mooncake.links import decode, sockets
-from sglang_mooncake.mooncake_face import answering, sessions
 from sglang_mooncake.rooms import prefill_room
 
 
@@ -23,9 +22,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu_events, "_CLOSE_TIMEOUT_S"),
         (prefill_side, "_START_TIMEOUT_S"),
         (decode, "CONNECT_S"),
-        (answering, "ANSWER_TIMEOUT_S"),
-        (answering, "CLOSE_TIMEOUT_S"),
-        (sessions, "ASK_TIMEOUT_S"),
     ]:
         monkeypatch.setattr(module, name, NEVER_S)
     monkeypatch.setattr(sockets, "_HANDSHAKE_MS_MAX", int(NEVER_S * 1_000))

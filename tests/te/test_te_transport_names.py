@@ -22,7 +22,7 @@ ALLOWED = {
     "te/transports/registry.py": "the list of them",
     "te/doctor/": "says what a machine lacks for each",
     "sglang_mooncake/sglang/mooncake_variables.py": "such as MC_FORCE_TCP",
-    "sglang_mooncake/mooncake_face/engine.py": "takes Mooncake's names of protocols",
+    "sglang_mooncake/faces/mooncake_engine/engine.py": "takes Mooncake's names of protocols",
     "sglang_mooncake/faces/mooncake_store/settings.py": "takes them, too",
     "bootstrap_server/admission/access.py": "addresses of IP may be loopback ones, too",
 }

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Final
 
 from sglang_mooncake.faces.finder import made, put_in_place
-from sglang_mooncake.faces.mooncake_store.buffers import BufferHandle, MooncakeHostMemAllocator
-from sglang_mooncake.faces.mooncake_store.names import CONTENTS, lacking
-from sglang_mooncake.faces.mooncake_store.opened import Options
-from sglang_mooncake.faces.mooncake_store.settings import Setup
-from sglang_mooncake.faces.mooncake_store.store import MooncakeDistributedStore
+from sglang_mooncake.faces.mooncake_store.options import OpenStore, Options
 
-__all__ = ["MooncakeDistributedStore", "Options", "Setup", "install"]
+__all__ = ["PACKAGES", "OpenStore", "Options", "install"]
 
-PACKAGE: Final = "mooncake"
-MODULE: Final = f"{PACKAGE}.store"
+PACKAGES: Final = ("mooncake",)
+MODULE: Final = "mooncake.store"
 _SAYS: Final = "Mooncake's names over kvstore, of the package sglang-mooncake."
 
 
@@ -27,17 +25,24 @@ def install(options: Options) -> None:
     Raises:
         RuntimeError: the process has imported Mooncake's own ``mooncake.store`` already.
     """
-    name = MooncakeDistributedStore.__name__
-    contents = {
-        name: type(name, (MooncakeDistributedStore,), {"options": options}),
-        "BufferHandle": BufferHandle,
-        "MooncakeHostMemAllocator": MooncakeHostMemAllocator,
-        "__getattr__": lacking,
-        **CONTENTS,
-    }
+
+    def make() -> Mapping[str, ModuleType]:
+        from sglang_mooncake.faces.mooncake_store.buffers import (
+            BufferHandle,
+            MooncakeHostMemAllocator,
+        )
+        from sglang_mooncake.faces.mooncake_store.names import CONTENTS
+        from sglang_mooncake.faces.mooncake_store.store import MooncakeDistributedStore
+
+        name = MooncakeDistributedStore.__name__
+        contents = {
+            name: type(name, (MooncakeDistributedStore,), {"options": options}),
+            "BufferHandle": BufferHandle,
+            "MooncakeHostMemAllocator": MooncakeHostMemAllocator,
+            **CONTENTS,
+        }
+        return {MODULE: made(MODULE, contents, _SAYS)}
+
     put_in_place(
-        MODULE,
-        __file__,
-        {MODULE: made(MODULE, contents, _SAYS)},
-        {PACKAGE: made(PACKAGE, {}, _SAYS)},
+        MODULE, __file__, (MODULE,), make, {name: made(name, {}, _SAYS) for name in PACKAGES}
     )

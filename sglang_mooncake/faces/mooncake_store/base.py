@@ -11,7 +11,8 @@ import te
 from sglang_mooncake.faces.mooncake_store.arena import NoRoom
 from sglang_mooncake.faces.mooncake_store.codes import INVALID, TRANSFER_FAILED
 from sglang_mooncake.faces.mooncake_store.objects import Memory
-from sglang_mooncake.faces.mooncake_store.opened import Opened, Options
+from sglang_mooncake.faces.mooncake_store.opened import Opened
+from sglang_mooncake.faces.mooncake_store.options import Options
 
 __all__ = ["Base", "memories", "outcome"]
 

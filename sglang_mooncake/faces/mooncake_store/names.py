@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import enum
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from sglang_mooncake.faces.finder import lacking
 
 __all__ = [
     "CONTENTS",
@@ -15,10 +16,7 @@ __all__ = [
     "ReplicaStatus",
     "ReplicateConfig",
     "SoftPinAction",
-    "lacking",
 ]
-
-logger = logging.getLogger(__name__)
 
 U64_END: Final = 1 << 64
 
@@ -114,29 +112,22 @@ class ReplicaDescriptor:
         return not self.is_in_memory
 
 
+_NODES: Final = "the store chooses the memory that it lends"
+_TENSORS: Final = "the store knows bytes, and no tensors"
+_LACKS: Final[dict[str, str]] = {
+    "MooncakeDistributedNoFRegister": "the store has no memory over NVMe-oF",
+    "ParallelAxis": _TENSORS,
+    "ReadTarget": _TENSORS,
+    "TensorParallelism": _TENSORS,
+    "bind_to_numa_node": _NODES,
+    "get_alloc_func_addr": _NODES,
+    "get_free_func_addr": _NODES,
+}
 CONTENTS: Final[dict[str, object]] = {
+    "__getattr__": lacking("mooncake.store over kvstore", "mooncake", _LACKS),
     "ObjectDataType": ObjectDataType,
     "ReplicaDescriptor": ReplicaDescriptor,
     "ReplicaStatus": ReplicaStatus,
     "ReplicateConfig": ReplicateConfig,
     "SoftPinAction": SoftPinAction,
 }
-_LACKS: Final = (
-    "MooncakeDistributedNoFRegister",
-    "ParallelAxis",
-    "ReadTarget",
-    "TensorParallelism",
-    "bind_to_numa_node",
-    "get_alloc_func_addr",
-    "get_free_func_addr",
-)
-
-
-def lacking(name: str) -> object:
-    """The module's ``__getattr__``. Always raises ``AttributeError``, which ``from mooncake.store
-    import`` turns into an ``ImportError`` without its text: the log has that too."""
-    said = f"mooncake.store over kvstore has no {name}"
-    if name in _LACKS:
-        said += "; it is in the mooncake package"
-        logger.warning("%s", said)
-    raise AttributeError(said)

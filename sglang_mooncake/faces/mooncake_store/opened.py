@@ -8,19 +8,18 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import te
 from kvstore.store import Store
 from sglang_mooncake.faces.mooncake_store.arena import Arena
 from sglang_mooncake.faces.mooncake_store.objects import Objects
+from sglang_mooncake.faces.mooncake_store.options import Options
 from sglang_mooncake.faces.mooncake_store.sessions import Sessions
 from sglang_mooncake.faces.mooncake_store.settings import Setup
 from te.memory_kinds import HOST, kind_of
 
-__all__ = ["Opened", "Options"]
+__all__ = ["Opened"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,6 @@ of a process's name."""
 SETTLE_TIMEOUT_S: Final = 2.0
 QUIET_S: Final = 0.3
 POLL_S: Final = 0.01
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the operator says, and Mooncake's arguments do not."""
-
-    open_store: Callable[[Setup], Store]
 
 
 class Opened:
