@@ -7,7 +7,6 @@ the file. A second process has the engine that the tests copy to. Exit status 1 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import math
@@ -21,33 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from command_line import Parser, positive, some_of
-
-if __name__ == "__main__":  # before the packages that only .venv has are imported
-    PARSER = Parser(
-        ".venv/bin/python scripts/mooncake_tests.py",
-        __doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    PARSER.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
-    PARSER.add_argument(
-        "--transports",
-        type=some_of(("samehost", "rdma", "tcp")),
-        default=("samehost", "tcp"),
-        metavar="LIST",
-        help="some of samehost,rdma,tcp (samehost,tcp)",
-    )
-    PARSER.add_argument("--rounds", type=positive, default=1000, metavar="N", help="(1000)")
-    OPTIONS = PARSER.parse_args()
-    if OPTIONS.folder is None:
-        PARSER.error("name the folder of Mooncake's checkout")
-
-from sglang_mooncake.sglang.config import Config
-from sglang_mooncake.sglang.drop_in import install
+from command_line import positive, some_of
+from tests_of_others import folder_of, parser_of
 
 FILE: Final = "transfer_engine_initiator_test.py"
 PLACES: Final = ("", "mooncake-wheel/tests")
 """Where the file is, below the folder."""
+
 HOST: Final = "127.0.0.1"
 P2P: Final = "P2PHANDSHAKE"
 BUFFER_BYTES: Final = 64 << 20
@@ -74,13 +53,11 @@ def protocol_of(transport: str) -> str:
     return "tcp" if transport == "tcp" else "rdma"
 
 
-def found(folder: Path) -> Path | None:
-    """The file of the tests."""
-    return next((p for p in (folder / one / FILE for one in PLACES) if p.is_file()), None)
-
-
 def take_te(transport: str) -> None:
     """From now on ``mooncake.engine`` in this process is te with this transport alone."""
+    from sglang_mooncake.sglang.config import Config
+    from sglang_mooncake.sglang.drop_in import install
+
     install(Config.from_environment({"SGLANG_MOONCAKE_TRANSPORTS": transport}))
 
 
@@ -161,13 +138,20 @@ def run(transport: str, path: Path, rounds: int) -> Outcome:
     return outcome
 
 
-def main(folder: Path, transports: tuple[str, ...], rounds: int) -> int:
-    """The exit status."""
-    path = found(folder)
-    if path is None:
-        print(f"mooncake_tests: {folder} has no {FILE}", file=sys.stderr)
-        return 2
-    outcomes = {one: run(one, path, rounds) for one in transports}
+def main() -> int:
+    parser = parser_of(__file__, __doc__)
+    parser.add_argument(
+        "--transports",
+        type=some_of(("samehost", "rdma", "tcp")),
+        default=("samehost", "tcp"),
+        metavar="LIST",
+        help="some of samehost,rdma,tcp (samehost,tcp)",
+    )
+    parser.add_argument("--rounds", type=positive, default=1000, metavar="N", help="(1000)")
+    options = parser.parse_args()
+    path = folder_of(parser, options.folder, "Mooncake's", [FILE], PLACES) / FILE
+    rounds = math.ceil(options.rounds)
+    outcomes = {one: run(one, path, rounds) for one in options.transports}
     for transport, outcome in outcomes.items():
         good = outcome.ran - outcome.bad - outcome.skipped
         print(f"{transport}: {good} of {outcome.ran} tests of {FILE} passed")
@@ -175,4 +159,4 @@ def main(folder: Path, transports: tuple[str, ...], rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(OPTIONS.folder, OPTIONS.transports, math.ceil(OPTIONS.rounds)))
+    sys.exit(main())

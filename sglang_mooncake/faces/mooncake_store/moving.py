@@ -4,12 +4,12 @@ caller has registered."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_mooncake.faces.mooncake_store.base import Base, memories, outcome
 from sglang_mooncake.faces.mooncake_store.codes import INVALID, MISSING, OK
 from sglang_mooncake.faces.mooncake_store.names import ReplicateConfig
-from sglang_mooncake.faces.mooncake_store.objects import Memory, Range
+from sglang_mooncake.faces.mooncake_store.objects import Keys, Memory, Objects, Range
 
 __all__ = ["Moving"]
 
@@ -65,14 +65,7 @@ class Moving(Base):
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """As ``batch_put_from``, of objects whose bytes lie in several buffers."""
-
-        def work() -> list[int]:
-            objects = self._ready().objects
-            _check(config, len(keys))
-            sources = memories(keys, all_buffer_ptrs, all_sizes)
-            return objects.put(objects.keys(keys), sources)
-
-        return outcome(f"a put of {len(keys)} objects", work, lambda code: [code] * len(keys))
+        return self._store("put", Objects.put, keys, all_buffer_ptrs, all_sizes, config)
 
     def upsert_from(
         self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None
@@ -89,19 +82,8 @@ class Moving(Base):
     ) -> list[int]:
         """Removes objects of these keys, then stores the new ones; others find neither meanwhile.
         If two do it at once, one of the new values stays."""
-
-        def work() -> list[int]:
-            objects = self._ready().objects
-            _check(config, len(keys))
-            pointers, numbers = [[one] for one in buffer_ptrs], [[one] for one in sizes]
-            sources, wanted = memories(keys, pointers, numbers), objects.keys(keys)
-            removed = objects.remove(wanted)
-            stored = objects.put(wanted, sources)
-            # What could not be removed may be the old value still.
-            pairs = zip(removed, stored, strict=True)
-            return [new if old in (OK, MISSING) else old for old, new in pairs]
-
-        return outcome(f"an upsert of {len(keys)} objects", work, lambda code: [code] * len(keys))
+        pointers, numbers = [[one] for one in buffer_ptrs], [[one] for one in sizes]
+        return self._store("upsert", Objects.replace, keys, pointers, numbers, config)
 
     # -- out of the store
 
@@ -187,6 +169,24 @@ class Moving(Base):
 
         return outcome(f"the end of a session of {len(keys)} objects", work, int)
 
+    def _store(
+        self,
+        what: str,
+        by: Callable[[Objects, Keys, list[Memory]], list[int]],
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig | None,
+    ) -> list[int]:
+        def work() -> list[int]:
+            objects = self._ready().objects
+            if config is not None:
+                config.check(len(keys))
+            sources = memories(keys, all_buffer_ptrs, all_sizes)
+            return by(objects, objects.keys(keys), sources)
+
+        return outcome(f"{what} of {len(keys)} objects", work, lambda code: [code] * len(keys))
+
     def _read_ranges(
         self,
         buffers: Sequence[int],
@@ -224,8 +224,3 @@ class Moving(Base):
         for (i, j, k), number in zip(places, came, strict=True):
             results[i][j][k] = number
         return results
-
-
-def _check(config: ReplicateConfig | None, count: int) -> None:
-    if config is not None:
-        config.check(count)

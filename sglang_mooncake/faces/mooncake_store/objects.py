@@ -18,9 +18,16 @@ from kvstore.objects.changes import Keys, keys_of_digests
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
-from sglang_mooncake.faces.mooncake_store.codes import INVALID, MISSING, OF_GET, OF_PUT, OF_REMOVE
+from sglang_mooncake.faces.mooncake_store.codes import (
+    INVALID,
+    MISSING,
+    OF_GET,
+    OF_PUT,
+    OF_REMOVE,
+    OK,
+)
 
-__all__ = ["Memory", "Objects", "Range"]
+__all__ = ["Keys", "Memory", "Objects", "Range"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +119,13 @@ class Objects:
                 some = self._large.put(keys[rows], self._parts, pieces, self._timeout_s)
             _place(outcomes, rows, some)
         return [OF_PUT[one] for one in outcomes]
+
+    def replace(self, keys: Keys, sources: Sequence[Memory]) -> list[int]:
+        """As `put`, after what is there has been removed; others find neither meanwhile."""
+        removed, stored = self.remove(keys), self.put(keys, sources)
+        # What could not be removed may be the old value still.
+        pairs = zip(removed, stored, strict=True)
+        return [new if old in (OK, MISSING) else old for old, new in pairs]
 
     def get(self, keys: Keys, rooms: Sequence[Memory]) -> list[int]:
         """The size of each object, or Mooncake's number for why it did not come. Memory that is

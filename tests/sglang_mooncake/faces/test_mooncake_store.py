@@ -187,7 +187,8 @@ def test_a_config_is_checked_and_counts_for_nothing(store) -> None:
     assert store.put("k", b"v", config) == 0
     assert store.put("k", b"v", config=config) == 0
     with Room(store) as room:
-        assert store.batch_put_from(["a", "b"], [room.at] * 2, [8, 8], config) == [-600, -600]
+        given = (["a", "b"], [room.at] * 2, [8, 8], config)
+        assert store.batch_put_from(*given) == store.batch_upsert_from(*given) == [-600, -600]
     config.group_ids = None
     config.soft_pin_ttl_ms = 5
     assert store.put("x", b"v", config) == -600

@@ -10,10 +10,11 @@ import re
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,9 +29,12 @@ __all__ = [
     "BLOCK",
     "VllmServer",
     "ask",
+    "ask_mooncake_pair",
     "body_of",
     "counters",
     "handed_over",
+    "mooncake_flags",
+    "mooncake_store_flags",
     "nixl_flags",
     "pair_flags",
     "reset",
@@ -114,6 +118,27 @@ def nixl_flags(role: str, policy: str = "recompute") -> list[str]:
         "kv_role": role,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": policy,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def mooncake_flags(role: str, policy: str = "recompute") -> list[str]:
+    """Of a prefill or decode server with vLLM's own connector of Mooncake."""
+    config = {
+        "kv_connector": "MooncakeConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def mooncake_store_flags() -> list[str]:
+    """Of a server with vLLM's own connector of Mooncake's store."""
+    config = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
     }
     return ["--kv-transfer-config", json.dumps(config)]
 
@@ -229,6 +254,28 @@ def _ask(server: VllmServer | Proxy, request: Request) -> Answer:
     return Answer(
         tuple(choice["token_ids"]), error, 0.0, cached_tokens=details.get("cached_tokens") or 0
     )
+
+
+def ask_mooncake_pair(
+    prefill: VllmServer, bootstrap_url: str, decode: VllmServer, request: Request
+) -> Answer:
+    """As proxies do for vLLM's connector of Mooncake: both servers are told the number of a
+    transfer, and the decode server which engine of the prefill server's registry has it.
+
+    bootstrap_url: of that registry.
+    """
+    with urllib.request.urlopen(f"{bootstrap_url}/query", timeout=REQUEST_TIMEOUT_S) as response:
+        (rank,) = json.loads(response.read()).values()
+    transfer = {"transfer_id": uuid.uuid4().hex}
+    fields = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **transfer}}
+    _post(f"{prefill.url}/v1/completions", body_of(request) | fields)
+    params = {
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": bootstrap_url,
+        "remote_engine_id": rank["engine_id"],
+        **transfer,
+    }
+    return _ask(decode, replace(request, fields={**request.fields, "kv_transfer_params": params}))
 
 
 def reset(server: VllmServer) -> None:

@@ -34,7 +34,8 @@ each. They are forked instead, as vLLM forks them where there is a GPU; the core
 to each of them come too late, and they share those of the server.
 
 vLLM's connector of NIXL pins workers on a CPU to the last core of the host, all to the same. They
-keep those that they have.
+keep those that they have. Its connectors of Mooncake ask which GPU a worker has, and for an event
+on its stream: they hear of the first one, and that what was computed is there, as on a CPU it is.
 
 With `CPU_SERVING_STOCK=1` SGLang's own backends run on a CPU. It registers every KV pool with NIXL
 as memory of a GPU, which UCX refuses when it is not: NIXL's word for it then means host memory. And
@@ -216,6 +217,22 @@ def _leave_cores_alone(module: ModuleType) -> None:
     module.os = SimpleNamespace(**names)  # type: ignore[attr-defined]
 
 
+def _name_a_device(module: ModuleType) -> None:
+    module.torch.accelerator.current_device_index = lambda: 0
+
+
+class _Past:
+    """An event that has happened."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _compute_at_once(module: ModuleType) -> None:
+    module.torch.cuda.Event = _Past
+
+
 def _is_stock() -> bool:
     return os.environ.get("CPU_SERVING_STOCK") == "1"
 
@@ -241,6 +258,7 @@ def _take_ready_indices(module: ModuleType) -> None:
 Patch: TypeAlias = Callable[[ModuleType], None]
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
+_VLLMS_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _AFTER: dict[str, Patch] = {
     "torch": stand_in_for_a_gpu,
     "nixl_cu12._api": _take_host_memory,
@@ -262,7 +280,9 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker": _leave_cores_alone,
+    f"{_VLLMS_CONNECTORS}.mooncake.mooncake_connector": _name_a_device,
+    f"{_VLLMS_CONNECTORS}.mooncake.store.worker": _compute_at_once,
+    f"{_VLLMS_CONNECTORS}.nixl.base_worker": _leave_cores_alone,
     "vllm.utils.system_utils": _fork_vllm,
 }
 

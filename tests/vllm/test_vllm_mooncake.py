@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own connectors of Mooncake and of Mooncake's store, unmodified, over te and kvstore."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cpu_serving.model import make_model
+from cpu_serving.ports import HOST
+from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.traffic import Answer, Request, compare, make_requests
+from cpu_serving.vllm_servers import (
+    BLOCK,
+    VllmServer,
+    ask,
+    ask_mooncake_pair,
+    mooncake_flags,
+    mooncake_store_flags,
+    reset,
+    start_vllm,
+)
+
+from sglang_mooncake.sglang.running import environment_for
+
+# Starting a server takes 20 CPU-seconds.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.by_turns("mooncake")]
+
+REQUESTS = make_requests(4, 600, seed=31)
+PAGES = sum(len(one.input_ids) // BLOCK for one in REQUESTS)
+REPLACED = "mooncake.engine and nixl are te, and mooncake.store is kvstore, in this process"
+
+
+@dataclass
+class Place:
+    """Where the servers run, and what an ordinary one answers."""
+
+    fleet: Fleet
+    path: Path
+    model: Path
+    expected: Sequence[Answer]
+
+    def start(
+        self, name: str, flags: Sequence[str], core: int, environment: Mapping[str, str]
+    ) -> VllmServer:
+        """As `sglang-mooncake run` would."""
+        given = {**environment_for({}), **environment}
+        return start_vllm(self.fleet, name, self.model, self.path, flags, core, more_env=given)
+
+    def log(self, name: str) -> str:
+        return (self.fleet.run_dir / f"{name}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    model = make_model("llama")
+    logs = tmp_path_factory.mktemp("vllm")
+    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(logs) as fleet:
+        alone = start_vllm(fleet, "alone", model, Path(path))
+        wait_ready([alone])
+        expected = good(ask(alone, REQUESTS))
+        alone.stop()
+        yield Place(fleet, Path(path), model, expected)
+
+
+def good(answers: list[Answer]) -> list[Answer]:
+    errors = [one.error for one in answers if one.error]
+    assert not errors, errors[0]
+    return answers
+
+
+def came(server: VllmServer) -> float:
+    """Prompt tokens that it had from elsewhere."""
+    return server.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
+
+
+def test_a_pair_answers_as_one_server(place: Place) -> None:
+    port = place.fleet.port()
+    prefill, decode = (
+        place.start(name, mooncake_flags(role), core, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)})
+        for core, (name, role) in enumerate([("prefill", "kv_producer"), ("decode", "kv_consumer")])
+    )
+    wait_ready([prefill, decode])
+
+    def asked(request: Request) -> Answer:
+        return ask_mooncake_pair(prefill, f"http://{HOST}:{port}", decode, request)
+
+    answers = good([asked(one) for one in REQUESTS])
+    assert not compare(place.expected, answers)
+    assert came(decode) >= PAGES * BLOCK
+    for name in ("prefill", "decode"):
+        assert REPLACED in place.log(name)
+    prefill.stop()
+    decode.stop()
+
+
+def test_a_server_finds_in_the_store_what_another_has_computed(place: Place) -> None:
+    settings = place.path / "mooncake.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": f"{HOST}:50051",
+                "protocol": "tcp",
+                "global_segment_size": "64mb",
+                "local_buffer_size": "16mb",
+            }
+        )
+    )
+    environment = {
+        "MOONCAKE_CONFIG_PATH": str(settings),
+        "SGLANG_MOONCAKE_STORE": json.dumps({"directory": str(place.path / "kvstore")}),
+    }
+    first, second = (
+        place.start(name, mooncake_store_flags(), core, environment)
+        for core, name in enumerate(["first", "second"])
+    )
+    wait_ready([first, second])
+    assert not compare(place.expected, good(ask(first, REQUESTS)))
+    assert not came(first)
+    assert not compare(place.expected, good(ask(second, REQUESTS)))
+    assert came(second) >= PAGES * BLOCK - len(REQUESTS) * BLOCK
+    for name in ("first", "second"):
+        assert REPLACED in place.log(name)
+    reset(second)
+    assert not compare(place.expected, good(ask(second, REQUESTS)))
+    first.stop()
+    second.stop()
