@@ -20,10 +20,12 @@ from cpu_serving.expectations import Reference
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
-from cpu_serving.servers import Fleet, Router, Server, ServerOptions, wait_ready
+from cpu_serving.servers import HOST, Fleet, Router, Server, ServerOptions, wait_ready
 from cpu_serving.streaming import stream_all
 from cpu_serving.traffic import Answer, Request, compare, make_requests, run, send, send_all
 from patient import patient
+
+from bootstrap_server import BootstrapServer
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -39,6 +41,10 @@ class Deployment:
     quiet: Server
     decode: Server
     router: Router
+    #: In front of one prefill server each.
+    alone: dict[Server, Router]
+    #: This one is told of no server, but of a registry.
+    finding: Router
     reference: Reference
 
     def assert_equal(self, prompts: list[Request], concurrency: int = 8) -> list[Answer]:
@@ -60,8 +66,14 @@ class Deployment:
 def deployment(
     nursery: Nursery, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    options = patient(ServerOptions(make_model(MODEL), page_size=PAGE_SIZE))
-    with Fleet(tmp_path_factory.mktemp("router"), nursery) as fleet:
+    with (
+        BootstrapServer(HOST, 0) as registry,
+        Fleet(tmp_path_factory.mktemp("router"), nursery) as fleet,
+    ):
+        address = f"{HOST}:{registry.port}"
+        beside = {"SGLANG_MOONCAKE_REGISTRY": address}
+        model = make_model(MODEL)
+        options = patient(ServerOptions(model, page_size=PAGE_SIZE, extra_env=beside))
         ports = [fleet.port(), fleet.port()]
         published = {
             "publisher": "zmq",
@@ -75,8 +87,14 @@ def deployment(
             fleet.server("decode", options),
         ]
         router = fleet.router(servers[:2], servers[2:], kind="ours")
-        wait_ready([*servers, router])
-        yield Deployment(*servers, router, reference)
+        alone = {
+            one: fleet.router(one, servers[2], name=f"router-{number}", kind="ours")
+            for number, one in enumerate(servers[:2])
+        }
+        given = ("--registry", address)
+        finding = fleet.router([], [], name="router-finding", kind="ours", extra_args=given)
+        wait_ready([*servers, router, *alone.values(), finding])
+        yield Deployment(*servers, router, alone, finding, reference)
 
 
 def until(holds: Any) -> None:
@@ -100,24 +118,61 @@ def test_tokens_streams_and_logprobs_are_those_of_one_server(deployment: Deploym
     assert told == shown
 
 
-def test_a_prompt_that_goes_on_is_computed_where_it_began(deployment: Deployment) -> None:
-    """By what the router has sent, and by what the one server tells; both are right."""
-    begins = make_requests(8, 800, seed=5)
-    begins = [one for one in begins if len(one.input_ids) > 4 * PAGE_SIZE]
-    deployment.assert_equal(begins, concurrency=1)
-    until(lambda: (deployment.seen(deployment.telling)["events"] or {}).get("state") == "live")
-    before = deployment.status()["choices"].get("cache", 0)
-    longer = [replace(one, input_ids=(*one.input_ids, *range(50, 90))) for one in begins]
-    deployment.assert_equal(longer, concurrency=1)
-    assert deployment.status()["choices"]["cache"] == before + len(begins)
-    for server in (deployment.telling, deployment.quiet):
-        seen = deployment.seen(server)
+def test_a_prompt_that_goes_on_is_found_where_it_is_expected(deployment: Deployment) -> None:
+    """By what the router has sent, and by what the one server tells; both are right. Where a prompt
+    is computed is also a matter of the servers' speed, so each has a router of its own here."""
+    for server, router in deployment.alone.items():
+        one = replace(deployment, router=router)
+        begins = make_requests(8, 800, seed=5 if server is deployment.telling else 6)
+        begins = [each for each in begins if len(each.input_ids) > 4 * PAGE_SIZE]
+        one.assert_equal(begins, concurrency=1)
+        if server is deployment.telling:
+            until(lambda one=one: (one.seen(deployment.telling)["events"] or {})["state"] == "live")
+        longer = [replace(each, input_ids=(*each.input_ids, *range(50, 90))) for each in begins]
+        one.assert_equal(longer, concurrency=1)
+        seen = one.seen(server)
         assert seen["prefixes_missed"] == 0
         assert seen["cached_tokens"] > 0
         assert seen["expected_cached_tokens"] == pytest.approx(seen["cached_tokens"], rel=0.03)
-    events = deployment.seen(deployment.telling)["events"]
-    assert (events["losses"], events["state"]) == (0, "live")
+    events = replace(deployment, router=deployment.alone[deployment.telling]).seen(
+        deployment.telling
+    )["events"]
+    assert events["losses"] == 0
     assert events["pages"] > 0
+
+
+def test_a_choice_knows_which_cache_has_the_prompt(deployment: Deployment) -> None:
+    begins = make_requests(8, 800, seed=13)
+    begins = [one for one in begins if len(one.input_ids) > 4 * PAGE_SIZE]
+    deployment.assert_equal(begins, concurrency=1)
+    until(lambda: (deployment.seen(deployment.telling)["events"] or {}).get("state") == "live")
+    before = deployment.status()["choices"]
+    longer = [replace(one, input_ids=(*one.input_ids, *range(50, 90))) for one in begins]
+    deployment.assert_equal(longer, concurrency=1)
+    after = deployment.status()["choices"]
+    # "queue" is where the server that has the prompt is expected to be slower all the same.
+    known = sum(after.get(one, 0) - before.get(one, 0) for one in ("cache", "queue"))
+    assert known == len(begins)
+
+
+def test_servers_are_found_in_a_registry(deployment: Deployment) -> None:
+    one = replace(deployment, router=deployment.finding)
+    until(lambda: all(is_well(one, role) for role in ("prefill", "decode")))
+    listed = one.status()["servers"]
+    assert {each["url"] for each in listed["prefill"]} == {
+        deployment.telling.url,
+        deployment.quiet.url,
+    }
+    ports = {each["url"]: each["bootstrap_port"] for each in listed["prefill"]}
+    assert ports[deployment.quiet.url] == deployment.quiet.bootstrap_port
+    assert [each["url"] for each in listed["decode"]] == [deployment.decode.url]
+    one.assert_equal(make_requests(8, 300, seed=14))
+
+
+def is_well(deployment: Deployment, role: str) -> bool:
+    servers = deployment.status()["servers"][role]
+    count = 2 if role == "prefill" else 1
+    return len(servers) == count and all(one["is_well"] for one in servers)
 
 
 def test_clients_that_leave_leave_no_page_behind(deployment: Deployment) -> None:

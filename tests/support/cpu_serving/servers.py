@@ -217,6 +217,7 @@ class Router:
         kind: RouterKind = "mini-lb",
         metrics_port: int | None = None,
         nursery: Nursery | None = None,
+        extra_args: Sequence[str] = (),
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         argv = ["sglang_router.launch_router"]
@@ -232,6 +233,7 @@ class Router:
             argv += ["--prefill", server.url, str(server.bootstrap_port)]
         for server in decode:
             argv += ["--decode", server.url]
+        argv += extra_args
         self.process = ManagedProcess(
             name, argv, base_environment(), run_dir / f"{name}.log", nursery
         )
@@ -305,6 +307,7 @@ class Fleet:
         *,
         name: str = "router",
         kind: RouterKind = "mini-lb",
+        extra_args: Sequence[str] = (),
     ) -> Router:
         with signals_deferred():
             metrics_port = self.port() if kind == "sglang-router" else None
@@ -317,6 +320,7 @@ class Fleet:
                 kind,
                 metrics_port,
                 self._nursery,
+                extra_args,
             )
             self._started.append(router.process)
         return router
