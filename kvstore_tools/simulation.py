@@ -22,7 +22,7 @@ from typing import Final
 from kvstore_tools.traces import BLOCK_TOKENS, BlockCache, Request
 from sglang_mooncake.router.fit import WorkFit
 from sglang_mooncake.router.known import first_of
-from sglang_mooncake.router.placement import Figures, best, expect
+from sglang_mooncake.router.placement import Figures, best, expect, left_s
 
 __all__ = ["ROUTINGS", "Cluster", "Outcome", "Rates", "capacity", "simulate"]
 
@@ -128,11 +128,12 @@ class _Instance:
         self.computed = 0
 
     def expected_wait_s(self, now_s: float) -> float:
-        """As the router reckons it: of the first prompt what has passed is done."""
+        """As the router reckons it."""
         if not self.expected_s:
             return 0.0
-        done_s = min(max(now_s - self.begun_s, 0.0), self.expected_s[0])
-        return sum(self.expected_s) - done_s
+        first_s = self.expected_s[0]
+        rest_s = left_s(first_s, max(now_s - self.begun_s, 0.0))
+        return sum(self.expected_s) - first_s + rest_s
 
 
 class _Simulation:

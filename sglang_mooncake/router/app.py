@@ -18,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from random import Random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -37,17 +37,20 @@ from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder, request_headers
 from sglang_mooncake.router.membership import Membership
-from sglang_mooncake.router.metrics import Counts, text
+from sglang_mooncake.router.metrics import Counts, Known, text
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.probing import Prober
 from sglang_mooncake.router.querying import Querying
-from sglang_mooncake.router.registry_source import Registry, RegistrySource
+from sglang_mooncake.router.registry_source import RegistrySource
 from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, RequestError
 from sglang_mooncake.router.status import as_json, as_text
 from te.version import version
+
+if TYPE_CHECKING:
+    from sglang_mooncake.router.store_source import StoreSource
 
 __all__ = ["VIEWS", "make_app", "servers_of"]
 
@@ -76,9 +79,11 @@ async def make_app(
     random: Random,
     clock: Callable[[], float] = time.monotonic,
     keys: Keys = _NO_KEYS,
+    pool: StoreSource | None = None,
 ) -> web.Application:
     """The application in front of ``servers``, for the running loop. What it opens it closes when
-    it is cleaned up. ``keys``: of the deployment's secret, for registries."""
+    it is cleaned up. ``keys``: of the deployment's secret, for registries. ``pool``: the store
+    that prefill servers load from."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         auto_decompress=False,
@@ -86,7 +91,7 @@ async def make_app(
     )
     counts = Counts()
     forwarder = Forwarder(session, options.request_timeout_s, options.max_body_bytes, clock)
-    routing = Routing(options, servers, forwarder, counts, random, clock)
+    routing = Routing(options, servers, forwarder, counts, random, clock, pool)
     prober = Prober(session, servers, options, clock)
     watching = [asyncio.create_task(_kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
@@ -94,6 +99,8 @@ async def make_app(
         source = EventSource(session, routing.views.values, headers, clock)
         watching.append(asyncio.create_task(_kept_up("following KV events", source.run)))
 
+    if pool is not None:
+        watching.append(asyncio.create_task(_kept_up("looking after the store", pool.run)))
     membership = Membership(servers)
     registries = RegistrySource(
         options.registries, keys, membership, lambda _: routing.servers_changed(), clock
@@ -114,7 +121,8 @@ async def make_app(
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
     app.add_routes(Querying(routing.views, clock).routes())
-    app.add_routes(_Own(servers, routing.views, registries.registries, counts, clock).routes())
+    known = Known(servers, routing.views, registries.registries, pool)
+    app.add_routes(_Own(known, counts, clock).routes())
     return app
 
 
@@ -134,14 +142,11 @@ class _Own:
 
     def __init__(
         self,
-        servers: Servers,
-        views: Mapping[Server, PrefillView],
-        registries: Sequence[Registry],
+        known: Known,
         counts: Counts,
         clock: Callable[[], float],
     ) -> None:
-        self._servers, self._views, self._counts, self._clock = servers, views, counts, clock
-        self._registries = registries
+        self._known, self._counts, self._clock = known, counts, clock
         self._build = build_text(version())
 
     def routes(self) -> list[web.RouteDef]:
@@ -159,13 +164,13 @@ class _Own:
 
     async def ready(self, _: web.Request) -> web.Response:
         for role in ROLES:
-            if not self._servers.usable(role):
-                return error_response(HTTPStatus.SERVICE_UNAVAILABLE, self._servers.nobody(role))
+            if not self._known.servers.usable(role):
+                why = self._known.servers.nobody(role)
+                return error_response(HTTPStatus.SERVICE_UNAVAILABLE, why)
         return web.Response()
 
     async def metrics(self, _: web.Request) -> web.Response:
-        now_s = self._clock()
-        lines = text(self._counts, self._servers, self._views, self._registries, KINDS, now_s)
+        lines = text(self._counts, self._known, KINDS, self._clock())
         body = "\n".join([*lines, *process_lines(), ""]) + self._build
         return web.Response(body=body.encode(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -176,8 +181,7 @@ class _Own:
         return web.Response(text=as_text(self._status()))
 
     def _status(self) -> dict[str, Any]:
-        now_s = self._clock()
-        return as_json(self._counts, self._servers, self._views, self._registries, now_s)
+        return as_json(self._counts, self._known, self._clock())
 
 
 @web.middleware

@@ -50,6 +50,7 @@ class _Described(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     kv_events: _Described | None = None
+    page_size: int | None = None
 
 
 class EventSource:
@@ -96,7 +97,11 @@ class EventSource:
         """None if the server publishes no events, or does not answer."""
         said = await ask(self._session, view.server, SERVER_INFO, self._headers)
         told = decoded(said, _Info)
-        return None if told is None else told.kv_events
+        if told is None:
+            return None
+        if told.page_size is not None and told.page_size > 0:
+            view.page_size = told.page_size
+        return told.kv_events
 
     async def _subscribed(self, view: PrefillView, described: _Described) -> None:
         """Follows one process of the server: it may be another one after it has been ill."""

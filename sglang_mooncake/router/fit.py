@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["WorkFit"]
+__all__ = ["LoadFit", "WorkFit"]
 
 #: What came so many requests ago counts for 1/e.
 MEMORY_REQUESTS: Final = 64
@@ -13,6 +13,8 @@ MEMORY_REQUESTS: Final = 64
 FIRST_FIXED_S: Final = 0.02
 FIRST_TOKEN_S: Final = 1e-4
 _FADE: Final = 1 - 1 / MEMORY_REQUESTS
+#: Until a load was measured, a token is taken to load in this part of the time that it is computed.
+FIRST_LOAD: Final = 0.1
 
 
 class WorkFit:
@@ -51,3 +53,20 @@ class WorkFit:
         if self._x == 0.0:
             return self._y / self._count, self.token_s
         return 0.0, self._y / self._x
+
+
+class LoadFit:
+    """What a token takes that is loaded from a store: older measurements fade."""
+
+    def __init__(self) -> None:
+        self._tokens = self._took_s = 0.0
+
+    def token_s(self, computed_s: float) -> float:
+        """``computed_s``: what it would take to compute it."""
+        return self._took_s / self._tokens if self._tokens else FIRST_LOAD * computed_s
+
+    def learn(self, tokens: float, took_s: float) -> None:
+        """A prompt of which so many tokens were loaded has taken so much longer than what was
+        computed of it."""
+        self._tokens = self._tokens * _FADE + tokens
+        self._took_s = max(0.0, self._took_s * _FADE + took_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bootstrap_server.prometheus_text import family
 from sglang_mooncake.router.kv_events import STATES
@@ -16,7 +16,10 @@ from sglang_mooncake.router.placement import REASONS, PrefillView
 from sglang_mooncake.router.registry_source import Registry
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 
-__all__ = ["ENDS", "METRICS", "PREFIX", "Counts", "Metric", "text"]
+if TYPE_CHECKING:  # The store takes time to import, and not every router has one.
+    from sglang_mooncake.router.store_source import StoreSource
+
+__all__ = ["ENDS", "METRICS", "PREFIX", "Counts", "Known", "Metric", "text"]
 
 PREFIX: Final = "sglang_mooncake_router_"
 #: How a client's request can end.
@@ -119,6 +122,32 @@ METRICS: Final = (
         "Times at which missing batches could not be had again, or could not be read.",
     ),
     Metric(
+        "store_age_seconds",
+        "gauge",
+        (),
+        "Time since an owner of the store has answered; there is no row before the first time, and "
+        "without --store.",
+    ),
+    Metric("store_objects", "gauge", (), "Objects of the store that the router knows of."),
+    Metric(
+        "store_is_live",
+        "gauge",
+        (),
+        "1 while owners of the store answer and prompts are found in it, 0 if not.",
+    ),
+    Metric(
+        "store_expected_tokens_total",
+        "counter",
+        _OF_SERVER,
+        "Tokens that a prefill server was expected to load from the store.",
+    ),
+    Metric(
+        "store_tokens_total",
+        "counter",
+        _OF_SERVER,
+        "Tokens that a prefill server had beyond its cache, of those that the store has.",
+    ),
+    Metric(
         "registry_age_seconds",
         "gauge",
         ("registry",),
@@ -143,17 +172,19 @@ class Counts:
         self.firsts = 0
 
 
-def text(
-    counts: Counts,
-    servers: Servers,
-    views: Mapping[Server, PrefillView],
-    registries: Sequence[Registry],
-    kinds: Iterable[str],
-    now_s: float,
-) -> Iterator[str]:
-    """The lines of ``GET /metrics``. ``views``: of prefill servers; ``kinds``: how attempts can
-    fail."""
-    kinds = tuple(kinds)
+class Known(NamedTuple):
+    """All that the router knows: the servers, its views of prefill servers, and who else tells."""
+
+    servers: Servers
+    views: Mapping[Server, PrefillView]
+    registries: Sequence[Registry] = ()
+    pool: StoreSource | None = None
+
+
+def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> Iterator[str]:
+    """The lines of ``GET /metrics``. ``kinds``: how attempts can fail."""
+    kinds, (servers, views, registries, pool) = tuple(kinds), known
+    age_s = None if pool is None else pool.age_s(now_s)
     streams = {(s.role, s.url): view.events for s, view in views.items() if view.events is not None}
     states = Counter(stream.state(now_s) for stream in streams.values())
     health: dict[tuple[str, ...], float] = {
@@ -197,6 +228,13 @@ def text(
         "event_batches_total": {key: stream.batches for key, stream in streams.items()},
         "event_gaps_total": {key: stream.gaps for key, stream in streams.items()},
         "event_losses_total": {key: stream.losses for key, stream in streams.items()},
+        "store_age_seconds": {} if age_s is None else {(): age_s},
+        "store_objects": {} if pool is None else {(): pool.objects},
+        "store_is_live": {} if pool is None else {(): int(pool.state == "live")},
+        "store_expected_tokens_total": {
+            (s.role, s.url): view.counts.expected_loads for s, view in views.items()
+        },
+        "store_tokens_total": {(s.role, s.url): view.counts.loads for s, view in views.items()},
         "registry_age_seconds": {
             (one.address,): age_s for one in registries if (age_s := one.age_s(now_s)) is not None
         },

@@ -76,6 +76,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     #: Addresses of registries, which list servers.
     registries: tuple[str, ...]
     secret_file: str | None
+    #: Settings of the store that prefill servers load from; None: they have none.
+    store: str | None
     #: URLs of prefill servers, each with the port of its registry; None is the server's setting.
     prefill: tuple[tuple[str, int | None], ...]
     decode: tuple[str, ...]
@@ -136,7 +138,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--secret-file",
         metavar="PATH",
-        help="the deployment's secret, where the registries ask for it",
+        help="the deployment's secret, where registries or the store ask for it",
+    )
+    add(
+        "--store",
+        metavar="JSON",
+        help="the store that the prefill servers load from: its settings there, such as"
+        """ '{"index": "redis://10.0.0.9:6379"}'; '{}' for this host's (cache_aware alone; none)""",
     )
     add(
         "--policy",
@@ -218,19 +226,23 @@ def options_of(parsed: argparse.Namespace) -> Options:
         raise OptionsError(
             f"{missing} is missing: name at least one server of each kind, or a --registry"
         )
-    if parsed.secret_file is not None and not registries:
-        raise OptionsError("--secret-file is for registries: name one with --registry")
+    if parsed.secret_file is not None and not registries and parsed.store is None:
+        raise OptionsError("--secret-file is for registries and the store: name one of them")
     urls = [url for url, _ in prefill] + list(decode)
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
         raise OptionsError(f"{twice[0]} is named twice: each server once, as prefill or as decode")
-    if parsed.max_ttft_secs is not None and (parsed.prefill_policy or parsed.policy) != CACHE_AWARE:
+    is_cache_aware = (parsed.prefill_policy or parsed.policy) == CACHE_AWARE
+    if parsed.store is not None and not is_cache_aware:
+        raise OptionsError("--store: only the policy cache_aware looks for caches (--policy)")
+    if parsed.max_ttft_secs is not None and not is_cache_aware:
         raise OptionsError("--max-ttft-secs: only the policy cache_aware expects times (--policy)")
     return Options(
         host=parsed.host,
         port=parsed.port,
         registries=registries,
         secret_file=parsed.secret_file,
+        store=parsed.store,
         prefill=prefill,
         decode=decode,
         prefill_policy=parsed.prefill_policy or parsed.policy,

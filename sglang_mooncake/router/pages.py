@@ -14,7 +14,16 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["NAMES_MAX", "TEXT_PAGE_BYTES", "own_names", "seed_of", "text_names", "token_names"]
+__all__ = [
+    "NAMES_MAX",
+    "TEXT_PAGE_BYTES",
+    "names_of",
+    "own_names",
+    "seed_of",
+    "text_names",
+    "token_digests",
+    "token_names",
+]
 
 TEXT_PAGE_BYTES: Final = 256
 """Length of a page of text: about as many tokens as one of 64 has."""
@@ -24,19 +33,29 @@ _SALT_TAG: Final = b"sglang-cache-salt-v1\0"
 _NAME_BYTES: Final = 8
 
 
-def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
-    """The names of the first ``NAMES_MAX`` whole pages of ``tokens``; none where a token is no
-    number of 32 bits.
+def token_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
+    """The digests of the first ``NAMES_MAX`` whole pages of ``tokens``; none where a token is no
+    number of 32 bits. Their first 16 bytes are the keys of the pages in the store.
 
-    A name is the first 8 bytes of SHA-256 over the whole digest before it and the page's tokens,
-    each 4 bytes, the lowest first. ``seed`` takes the place of the digest before the first page.
+    A digest is SHA-256 over the one before it and the page's tokens, each 4 bytes, the lowest
+    first. ``seed`` takes the place of the digest before the first page.
     """
     raw, step, digest = _bytes_of(tokens), 4 * page_size, seed
-    names = []
+    digests = []
     for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
         digest = hashlib.sha256(digest + raw[at : at + step]).digest()
-        names.append(int.from_bytes(digest[:_NAME_BYTES], "big", signed=True))
-    return names
+        digests.append(digest)
+    return digests
+
+
+def names_of(digests: Sequence[bytes]) -> list[int]:
+    """The same pages as events name them: by the first 8 bytes."""
+    return [int.from_bytes(one[:_NAME_BYTES], "big", signed=True) for one in digests]
+
+
+def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
+    """``names_of`` the ``token_digests``."""
+    return names_of(token_digests(tokens, page_size, seed))
 
 
 def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:

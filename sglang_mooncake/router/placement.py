@@ -13,14 +13,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from random import Random
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.fit import LoadFit, WorkFit
 from sglang_mooncake.router.known import KnownPages, first_of
 from sglang_mooncake.router.kv_events import EventStream
-from sglang_mooncake.router.pages import token_names
+from sglang_mooncake.router.pages import names_of, token_digests
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import Told
 
@@ -31,14 +31,21 @@ __all__ = [
     "Figures",
     "Look",
     "Placed",
+    "Pool",
     "PrefillView",
     "best",
     "expect",
+    "left_s",
     "place",
 ]
 
 #: Expectations that differ by less count as equal: they are not as exact.
 TIE: Final = 0.02
+#: What computing a prompt costs those behind it, in times what it takes: a place that computes less
+#: of it may be expected a little later.
+WORK_WEIGHT: Final = 0.25
+#: For what part of the time by which a server is late it is expected to be late still.
+LATE_AGAIN: Final = 0.5
 #: Of so many last requests the errors of the expectation are kept.
 ERRORS_KEPT: Final = 256
 #: Some tens of MB for each server.
@@ -74,16 +81,45 @@ class Look:
         self.is_limited = cached_max is not None
         self.text_bytes = text_bytes
         self._prompt, self._seed = prompt, seed
+        self._digests: dict[int, list[bytes]] = {}
         self._events: dict[int, list[int]] = {}
+        self._stored: dict[int, float] = {}
+
+    def digests(self, page_size: int) -> Sequence[bytes] | None:
+        """Of its pages as servers with such pages name them; None if they cannot be known."""
+        if self._prompt is None:
+            return None
+        if page_size not in self._digests:
+            self._digests[page_size] = token_digests(self._prompt, page_size, self._seed)
+        return self._digests[page_size]
 
     def event_names(self, page_size: int) -> Sequence[int] | None:
         """The names of its pages in the events of a server with such pages; None if they cannot be
         known."""
-        if self._prompt is None:
-            return None
         if page_size not in self._events:
-            self._events[page_size] = token_names(self._prompt, page_size, self._seed)
+            digests = self.digests(page_size)
+            if digests is None:
+                return None
+            self._events[page_size] = names_of(digests)
         return self._events[page_size]
+
+    def stored_tokens(self, pool: Pool, page_size: int) -> float:
+        """How many tokens of its beginning the pool has; it is asked once."""
+        if page_size not in self._stored:
+            digests = self.digests(page_size)
+            pages = pool.first_of(digests) if digests else 0
+            self._stored[page_size] = pages * page_size
+        return self._stored[page_size]
+
+
+class Pool(Protocol):
+    """A store that prefill servers load pages from."""
+
+    def first_of(self, digests: Sequence[bytes]) -> int:
+        """How many of these pages, from the first on, it has without a gap."""
+
+    def told(self, expected: float, found: float) -> None:
+        """A server was expected to load so many tokens, and has loaded so many."""
 
 
 class Figures(NamedTuple):
@@ -97,27 +133,45 @@ class Figures(NamedTuple):
     hit_tokens: float
     #: Requests that it has been sent and that have not ended.
     under_way: int
+    #: Tokens behind those that it can load from a store, and what each takes.
+    load_tokens: float = 0.0
+    load_token_s: float = 0.0
 
 
 class Expected(NamedTuple):
-    """When the prompt's first token is expected, and of that what the prompt itself takes."""
+    """When the prompt's first token is expected, of that what the prompt itself takes, and how many
+    tokens are loaded for it."""
 
     first_s: float
     work_s: float
+    load_tokens: float = 0.0
 
 
 def expect(tokens: float, figures: Figures) -> Expected:
-    """For a prompt of so many tokens."""
-    work_s = figures.fixed_s + max(0.0, tokens - figures.hit_tokens) * figures.token_s
-    return Expected(figures.queue_s + work_s, work_s)
+    """For a prompt of so many tokens. What would take longer to load is computed."""
+    missing = max(0.0, tokens - figures.hit_tokens)
+    loaded = min(figures.load_tokens, missing) if figures.load_token_s < figures.token_s else 0.0
+    computed_s = (missing - loaded) * figures.token_s
+    work_s = figures.fixed_s + computed_s + loaded * figures.load_token_s
+    return Expected(figures.queue_s + work_s, work_s, loaded)
+
+
+def left_s(expected_s: float, passed_s: float) -> float:
+    """What is left of work that was expected to take so long, and has not ended after the time that
+    has passed. What is late stays late for half as long again: a server that is stuck is not taken
+    for one that is free."""
+    late_s = passed_s - expected_s
+    return LATE_AGAIN * late_s if late_s > 0.0 else -late_s
 
 
 def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
-    """The index of the one with the earliest first token; of those that are as early the one with
-    the fewest requests under way, and of these any."""
-    firsts = [expect(tokens, one).first_s for one in candidates]
-    limit = min(firsts) * (1 + TIE)
-    ties = [at for at, first_s in enumerate(firsts) if first_s <= limit]
+    """The index of the one with the earliest first token, where what is computed counts a little
+    more (``WORK_WEIGHT``); of those that are as early the one with the fewest requests under way,
+    and of these any."""
+    expected = [expect(tokens, one) for one in candidates]
+    costs = [one.first_s + WORK_WEIGHT * one.work_s for one in expected]
+    limit = min(costs) * (1 + TIE)
+    ties = [at for at, cost in enumerate(costs) if cost <= limit]
     fewest = min(candidates[at].under_way for at in ties)
     return random.choice([at for at in ties if candidates[at].under_way == fewest])
 
@@ -125,18 +179,18 @@ def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
 class Placed:
     """A prompt that a server has been sent."""
 
-    __slots__ = ("expected", "hit_tokens", "look", "sent_s", "view")
+    __slots__ = ("expected", "hit_tokens", "load_tokens", "look", "sent_s", "view")
 
     def __init__(
         self,
         view: PrefillView,
         look: Look,
-        expected: Expected,
-        hit_tokens: float,
+        figures: Figures,
         sent_s: float,
     ) -> None:
-        self.view, self.look, self.expected = view, look, expected
-        self.hit_tokens, self.sent_s = hit_tokens, sent_s
+        self.view, self.look, self.sent_s = view, look, sent_s
+        self.expected = expect(look.tokens, figures)
+        self.hit_tokens, self.load_tokens = figures.hit_tokens, figures.load_tokens
 
 
 class ViewCounts(msgspec.Struct):
@@ -149,16 +203,23 @@ class ViewCounts(msgspec.Struct):
     expected_hits: float = 0.0
     #: Prompts of which its cache had a page less than expected, or even less.
     missed: int = 0
+    #: Tokens that it was expected to load from the store, and that it had beyond its cache then.
+    expected_loads: float = 0.0
+    loads: float = 0.0
 
 
 class PrefillView:
     """What the router knows of one prefill server: its cache, its queue, its speed. ``ended`` is
     called once for each ``send``."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, pool: Pool | None = None) -> None:
+        """``pool``: a store that the server loads from."""
         self.server = server
         self.counts = ViewCounts()
-        self.fit = WorkFit()
+        self.fit, self.load_fit = WorkFit(), LoadFit()
+        self._pool = pool
+        #: Tokens of a page of its; 0 while it has not told.
+        self.page_size = 0
         self._sent = KnownPages(PAGES_MAX)
         #: By name, how many prompts of the queue have the page.
         self._queued: Counter[int] = Counter()
@@ -175,7 +236,14 @@ class PrefillView:
         self._forget_former()
         hit_tokens = min(look.cached_max, self._hit_tokens(look, now_s))
         fit, under_way = self.fit, self.server.under_way
-        return Figures(self.queue_s(now_s), fit.fixed_s, fit.token_s, hit_tokens, under_way)
+        loads, load_s = 0.0, 0.0
+        if self._pool is not None and self.page_size:
+            stored = min(look.cached_max, look.stored_tokens(self._pool, self.page_size))
+            loads = max(0.0, stored - hit_tokens)
+            load_s = self.load_fit.token_s(fit.token_s)
+        return Figures(
+            self.queue_s(now_s), fit.fixed_s, fit.token_s, hit_tokens, under_way, loads, load_s
+        )
 
     def follow(self, events: EventStream | None, page_size: int) -> None:
         """The server tells of its pages by itself, each of so many tokens; None: no more."""
@@ -202,18 +270,21 @@ class PrefillView:
         return self._sent.first_of(look.names) * look.page_tokens
 
     def queue_s(self, now_s: float) -> float:
-        """What is left of the work that it has been sent. Of the first prompt what has passed is
-        done, and not more than all of it."""
+        """What is left of the work that it has been sent. A server computes the prompts together
+        that were there when it began, and then the others."""
         if not self._queue:
             return 0.0
-        first = self._queue[0]
-        done_s = now_s - max(first.sent_s, self._ended_s)
-        whole_s = sum(one.expected.work_s for one in self._queue)
-        return max(0.0, whole_s - min(done_s, first.expected.work_s))
+        begun_s = max(self._queue[0].sent_s, self._ended_s)
+        whole_s = together_s = 0.0
+        for one in self._queue:
+            whole_s += one.expected.work_s
+            if one.sent_s <= begun_s:
+                together_s += one.expected.work_s
+        return whole_s - together_s + left_s(together_s, now_s - begun_s)
 
     def send(self, look: Look, figures: Figures, now_s: float) -> Placed:
         """The server is sent the prompt."""
-        placed = Placed(self, look, expect(look.tokens, figures), figures.hit_tokens, now_s)
+        placed = Placed(self, look, figures, now_s)
         self._queue.append(placed)
         self._queued.update(look.names)
         self._sent.add(look.names)
@@ -249,8 +320,23 @@ class PrefillView:
             self.counts.expected_hits += hits
             # The page of the last token is computed, too.
             self.counts.missed += told.cached_tokens < hits - placed.look.page_tokens
+            loaded = self._loaded(placed, told.cached_tokens)
             hits = told.cached_tokens
+            if loaded:
+                rest_s = now_s - begun_s - self.fit.work_s(max(0.0, tokens - hits))
+                self.load_fit.learn(loaded, rest_s)
+                return
         self.fit.learn(max(0.0, tokens - hits), now_s - begun_s)
+
+    def _loaded(self, placed: Placed, cached_tokens: int) -> float:
+        """How many of the cached tokens have come out of the store."""
+        if self._pool is None or not placed.load_tokens:
+            return 0.0
+        loaded = min(placed.load_tokens, max(0.0, cached_tokens - placed.hit_tokens))
+        self.counts.expected_loads += placed.expected.load_tokens
+        self.counts.loads += loaded
+        self._pool.told(placed.expected.load_tokens, loaded)
+        return loaded
 
     def _is_news(self, look: Look, told: Told, tokens: int) -> bool:
         """Whether pages were computed for certain that the cache did not have. The last token is

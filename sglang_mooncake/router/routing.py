@@ -30,7 +30,7 @@ from sglang_mooncake.router.forwarding import (
 from sglang_mooncake.router.looking import Looker
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
-from sglang_mooncake.router.placement import Look, Placed, PrefillView, place
+from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
 from sglang_mooncake.router.servers import ROLES, Role, Server, Servers
 from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of
 
@@ -62,7 +62,10 @@ class Routing:
         counts: Counts,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
+        pool: Pool | None = None,
     ) -> None:
+        """``pool``: a store that all prefill servers load from."""
+        self._pool = pool
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
         self._views: dict[Server, PrefillView] = {}
@@ -252,7 +255,7 @@ class Routing:
             del self._views[gone]
         for server in there:
             if server not in self._views:
-                self._views[server] = PrefillView(server)
+                self._views[server] = PrefillView(server, self._pool)
 
     def forget_caches(self) -> None:
         """The servers' caches were flushed."""

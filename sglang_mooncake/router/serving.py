@@ -5,11 +5,12 @@ is under way come to its end."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
 from random import SystemRandom
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 from aiohttp import web
@@ -19,6 +20,9 @@ from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file
 from sglang_mooncake.router.app import make_app, servers_of
 from sglang_mooncake.router.options import Options
+
+if TYPE_CHECKING:
+    from sglang_mooncake.router.store_source import StoreSource
 
 __all__ = ["serve"]
 
@@ -42,24 +46,35 @@ def serve(options: Options) -> int:
     )
     for name in options.without_effect:
         logger.warning("%s changes nothing in this router", name)
-    try:
-        keys = _keys(options.secret_file)
-    except ValueError as error:
-        sys.stderr.write(f"sglang-mooncake router: --secret-file: {error}\n")
-        return EXIT_REFUSED
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options, keys))
+    with contextlib.ExitStack() as undo:
+        option = "--secret-file"
+        try:
+            keys = _keys(options.secret_file)
+            option = "--store"
+            pool = None if options.store is None else _pool(options.store, keys, undo)
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"sglang-mooncake router: {option}: {error}\n")
+            return EXIT_REFUSED
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(options, keys, pool))
 
 
 def _keys(path: str | None) -> Keys:
     return Keys() if path is None else Keys.from_secrets(read_secret_file(path))
 
 
-async def _serve(options: Options, keys: Keys) -> int:
+def _pool(settings: str, keys: Keys, undo: contextlib.ExitStack) -> StoreSource:
+    # Here, since the store takes time to import.
+    from sglang_mooncake.router.store_source import StoreSource, open_store
+
+    return StoreSource(undo.enter_context(open_store(settings, keys)))
+
+
+async def _serve(options: Options, keys: Keys, pool: StoreSource | None) -> int:
     stop = asyncio.Event()
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = await make_app(options, servers_of(options), SystemRandom(), keys=keys)
+    app = await make_app(options, servers_of(options), SystemRandom(), keys=keys, pool=pool)
     runner = web.AppRunner(
         app,
         access_log=None,

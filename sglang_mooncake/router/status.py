@@ -3,31 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_mooncake.router.kv_events import EventStream
-from sglang_mooncake.router.metrics import Counts
+from sglang_mooncake.router.metrics import Counts, Known
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.registry_source import Registry
-from sglang_mooncake.router.servers import ROLES, Server, Servers
+from sglang_mooncake.router.servers import ROLES, Server
 
 __all__ = ["as_json", "as_text"]
 
 
-def as_json(
-    counts: Counts,
-    servers: Servers,
-    views: Mapping[Server, PrefillView],
-    registries: Sequence[Registry],
-    now_s: float,
-) -> dict[str, Any]:
+def as_json(counts: Counts, known: Known, now_s: float) -> dict[str, Any]:
     """The answer to ``GET /v1/router``. Times are in seconds."""
+    servers, views, registries, pool = known
     return {
         "requests": counts.under_way,
         "ended": dict(sorted(counts.ended.items())),
         "retries": counts.retries,
         "choices": dict(sorted(counts.choices.items())),
+        "store": None if pool is None else pool.as_json(),
         "registries": [_registry(one, now_s) for one in registries],
         "servers": {
             role: [_server(one, views.get(one), now_s) for one in servers.of(role)]
@@ -63,6 +58,9 @@ def _server(server: Server, view: PrefillView | None, now_s: float) -> dict[str,
         found["prefixes_missed"] = view.counts.missed
         found["queue_s"] = view.queue_s(now_s)
         found["fixed_s"], found["token_s"] = view.fit.fixed_s, view.fit.token_s
+        found["load_token_s"] = view.load_fit.token_s(view.fit.token_s)
+        found["expected_store_tokens"] = round(view.counts.expected_loads)
+        found["store_tokens"] = round(view.counts.loads)
         found["median_error"] = view.median_error
         found["events"] = None if view.events is None else _events(view.events, now_s)
     if not server.is_well:
@@ -86,6 +84,12 @@ def as_text(status: dict[str, Any]) -> str:
     """``as_json`` for people: a line for each server."""
     ended = ", ".join(f"{count} {end}" for end, count in status["ended"].items()) or "none yet"
     lines = [f"requests: {status['requests']} under way; ended: {ended}", ""]
+    if status["store"] is not None:
+        store = status["store"]
+        lines.append(
+            f"store: {store['state']}, {store['owners']} owners, {store['objects']} objects, "
+            f"{store['found']} of {store['looks']} prompts found"
+        )
     for one in status["registries"]:
         age = "never heard" if one["age_s"] is None else f"heard {one['age_s']} s ago"
         why = f": {one['why']}" if one["why"] else ""

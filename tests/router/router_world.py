@@ -18,6 +18,7 @@ from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.router.app import VIEWS, make_app, servers_of
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.servers import Role, Server, Servers
+from sglang_mooncake.router.store_source import StoreSource
 
 T = TypeVar("T")
 #: Far beyond what is needed, also on a busy machine.
@@ -216,6 +217,7 @@ def options(**more: Any) -> Options:
         "decode": (),
         "registries": (),
         "secret_file": None,
+        "store": None,
         "prefill_policy": "round_robin",
         "decode_policy": "round_robin",
         "request_timeout_s": BOUND_S,
@@ -242,11 +244,12 @@ class World:
         *,
         are_named: bool = True,
         keys: Keys = _NO_KEYS,
+        pool: StoreSource | None = None,
         **more: Any,
     ) -> None:
         """``are_named``: the router knows the servers from the beginning. ``more``: of the router's
         options."""
-        self._are_named, self._keys = are_named, keys
+        self._are_named, self._keys, self._pool = are_named, keys, pool
         rooms: set[int] = set()
         self.prefill = [FakeServer("prefill", rooms) for _ in range(prefill)]
         self.decode = [FakeServer("decode", rooms) for _ in range(decode)]
@@ -267,7 +270,7 @@ class World:
                 decode=tuple(one.url for one in self.decode),
             )
         self.servers = servers_of(told)
-        app = await make_app(told, self.servers, Random(7), keys=self._keys)
+        app = await make_app(told, self.servers, Random(7), keys=self._keys, pool=self._pool)
         self.views = app[VIEWS]
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()

@@ -27,9 +27,11 @@ from sglang_mooncake.router.pages import (
 from sglang_mooncake.router.placement import (
     Figures,
     Look,
+    Placed,
     PrefillView,
     best,
     expect,
+    left_s,
     place,
 )
 from sglang_mooncake.router.prompts import cached_max, prompt_of
@@ -251,13 +253,16 @@ def test_the_first_token_is_expected_after_the_queue_and_what_is_missing() -> No
     ("candidates", "index"),
     [
         ([figures(), figures(hit_tokens=500)], 1),
-        ([figures(), figures(hit_tokens=500, queue_s=0.6)], 0),
+        ([figures(), figures(hit_tokens=500, queue_s=0.55)], 1),
+        ([figures(), figures(hit_tokens=500, queue_s=0.7)], 0),
         ([figures(under_way=1), figures(under_way=0)], 1),
         ([figures(token_s=0.002), figures()], 1),
     ],
-    ids=["cache", "queue", "load", "speed"],
+    ids=["cache", "less work", "queue", "load", "speed"],
 )
-def test_the_earliest_first_token_wins(candidates: Sequence[Figures], index: int) -> None:
+def test_the_earliest_first_token_wins_where_work_counts_a_little(
+    candidates: Sequence[Figures], index: int
+) -> None:
     for seed in range(5):
         assert best(1000, candidates, Random(seed)) == index
 
@@ -316,14 +321,43 @@ def test_a_prompt_is_late_because_of_those_before_it() -> None:
 
 def test_a_queue_is_worked_off() -> None:
     (view,) = views(1)
-    prompts = [view.send(Look((), 1, 0), view.figures(Look((), 1, 0), 0.0), 0.0) for _ in "ab"]
-    whole_s = view.queue_s(0.0)
-    assert whole_s == pytest.approx(2 * view.fit.fixed_s)
-    assert view.queue_s(100.0) == pytest.approx(whole_s / 2), "the second one has not begun"
-    view.ended(prompts[0], 100.0, None)
-    assert view.queue_s(100.0) == pytest.approx(whole_s / 2)
-    view.ended(prompts[1], 100.1, None)
-    assert view.queue_s(100.1) == 0.0
+    one_s = view.fit.fixed_s
+
+    def send(now_s: float) -> Placed:
+        return view.send(Look((), 1, 0), view.figures(Look((), 1, 0), now_s), now_s)
+
+    first, second, third = send(0.0), send(0.1 * one_s), send(0.2 * one_s)
+    assert view.queue_s(0.2 * one_s) == pytest.approx(2.8 * one_s)
+    view.ended(first, one_s, None)
+    # The other two were there when it ended, and are computed together.
+    assert view.queue_s(2.5 * one_s) == pytest.approx(0.5 * one_s)
+    fourth = send(2.5 * one_s)
+    assert view.queue_s(2.5 * one_s) == pytest.approx(1.5 * one_s)
+    for placed in (second, third):
+        view.ended(placed, 3 * one_s, None)
+    assert view.queue_s(3 * one_s) == pytest.approx(one_s)
+    view.ended(fourth, 4 * one_s, None)
+    assert view.queue_s(4 * one_s) == 0.0
+
+
+def test_a_server_that_is_stuck_is_not_taken_for_one_that_is_free() -> None:
+    stuck, free = views(2)
+    prompt = look(range(1600))
+    answered(stuck, prompt, 0.0, 0.2, 0)
+    placed = stuck.send(prompt, stuck.figures(prompt, 1.0), 1.0)
+    assert place(prompt, [stuck, free], 10.0, Random(1)).view is free
+    stuck.ended(placed, 10.0, None)
+    assert place(prompt, [stuck, free], 10.0, Random(1)).view is stuck
+
+
+@given(st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.floats(0.0, 1e3))
+def test_what_is_left_is_never_less_than_nothing(
+    expected_s: float, passed_s: float, more_s: float
+) -> None:
+    left = left_s(expected_s, passed_s)
+    assert left >= 0.0
+    if passed_s >= expected_s:
+        assert left_s(expected_s, passed_s + more_s) >= left
 
 
 def test_a_cache_that_had_less_than_expected_is_counted() -> None:
