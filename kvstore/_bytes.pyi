@@ -30,6 +30,27 @@ def take(slots: U64, addresses: U64, sizes: U64, found: U64) -> None:
         sizes: of the pieces, in bytes, shape (pieces,).
     """
 
+def fetch(
+    pid: int,
+    nonce_address: int,
+    nonce: bytes,
+    slots: U64,
+    addresses: U64,
+    sizes: U64,
+    found: U64,
+    failed: npt.NDArray[np.uint32],
+) -> None:
+    """As ``take``, of objects in another process's memory, by ``process_vm_readv``. The slots are
+    this process's; what lies at the addresses there does not matter: what cannot be read is told.
+
+    Args:
+        pid: of the process.
+        nonce_address, nonce: bytes that lie in its memory, and in that of no other program.
+        slots, addresses, sizes, found: see ``take``.
+        failed: errno for each object, shape (n,); 0 for one that was copied, ``ESRCH`` if the
+            nonce is not there.
+    """
+
 def bring(
     slots: U64,
     headers: U64,

@@ -49,6 +49,25 @@ cdef extern from *:
     """
     int populate_pages(u64 address, u64 nbytes) noexcept nogil
 
+from libc.errno cimport EFAULT, ESRCH, errno
+
+cdef extern from *:
+    """
+    #include <string.h>
+    #include <sys/uio.h>
+    """
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t process_vm_readv(
+        int pid, const iovec *near, unsigned long near_n,
+        const iovec *far, unsigned long far_n, unsigned long flags) noexcept nogil
+
+cdef enum:
+    NONCE_MAX = 64
+    VECTORS = 128          # of one call into another process's memory
+    AT_ONCE = 64 << 10    # bytes of it: they are in the processor's caches when they are hashed
+
 cdef enum:
     KEY = 16
     SIGNATURE = 16
@@ -184,6 +203,55 @@ cdef u64 hashed(const Pieces *pieces, const u64 *addresses) noexcept nogil:
     return xxh3_close(&stream)
 
 
+cdef struct Foreign:
+    # Another process, and what lies where in its memory.
+    int pid
+    void *nonce_at
+    const u8 *nonce
+    size_t nonce_nbytes
+
+
+cdef int fetch_one(
+    const Foreign *of, const Pieces *pieces, const u64 *addresses, u8 *slot, u64 *checksum
+) noexcept nogil:
+    """Copies one object out of another process's memory; errno if it cannot be read. Each call reads the
+    nonce as well, and one call looks into one address space."""
+    cdef u8 seen[NONCE_MAX]
+    cdef iovec near[2]
+    cdef iovec far[VECTORS + 1]
+    cdef xxh3_stream stream
+    cdef Cursor at
+    cdef u64 done = 0, wanted, left = 0
+    cdef unsigned long n
+    cdef u8 *here
+    cdef ssize_t moved
+    at.addresses, at.piece, at.offset = addresses, 0, 0
+    xxh3_open(&stream)
+    while done < pieces.total:
+        wanted, n = 0, 1
+        while n <= VECTORS and wanted < AT_ONCE and done + wanted < pieces.total:
+            here = here_of(pieces, &at, &left)
+            left = min(left, AT_ONCE - wanted)
+            far[n].iov_base, far[n].iov_len = here, left
+            advance(pieces, &at, left)
+            wanted += left
+            n += 1
+        near[0].iov_base, near[0].iov_len = seen, of.nonce_nbytes
+        near[1].iov_base, near[1].iov_len = slot + done, wanted
+        far[0].iov_base, far[0].iov_len = of.nonce_at, of.nonce_nbytes
+        moved = process_vm_readv(of.pid, near, 2, far, n, 0)
+        if moved < 0:
+            return errno
+        if <u64>moved != of.nonce_nbytes + wanted:
+            return EFAULT
+        if memcmp(seen, of.nonce, of.nonce_nbytes) != 0:
+            return ESRCH
+        xxh3_add(&stream, slot + done, wanted)
+        done += wanted
+    checksum[0] = xxh3_close(&stream)
+    return 0
+
+
 cdef int describe(Pieces *pieces, View sizes, Py_ssize_t count, Py_ssize_t objects) except -1:
     cdef Py_ssize_t i
     pieces.sizes, pieces.count, pieces.total = sizes.words(), count, 0
@@ -216,6 +284,29 @@ def take(object slots, object addresses, object sizes, object found):
         for i in range(n):
             to.words()[i] = copy_and_hash(
                 &pieces, at.words() + i * count, <u8 *>where.words()[i], True)
+
+
+def fetch(
+    int pid, u64 nonce_address, bytes nonce, object slots, object addresses, object sizes,
+    object found, object failed,
+):
+    cdef Py_ssize_t i, n = len(found), count = len(sizes)
+    cdef View where = View(slots, 8 * n), at = View(addresses, 8 * n * count)
+    cdef View of = View(sizes, 8 * count), to = View(found, 8 * n, True)
+    cdef View errors = View(failed, 4 * n, True)
+    cdef u32 *error = <u32 *>errors.of.buf
+    cdef Pieces pieces
+    cdef Foreign foreign
+    if not 0 < len(nonce) <= NONCE_MAX:
+        raise ValueError(f"a nonce of {len(nonce)} bytes; it has up to {NONCE_MAX}")
+    foreign.pid, foreign.nonce_at = pid, <void *>nonce_address
+    foreign.nonce, foreign.nonce_nbytes = nonce, len(nonce)
+    describe(&pieces, of, count, n)
+    with nogil:
+        for i in range(n):
+            error[i] = fetch_one(
+                &foreign, &pieces, at.words() + i * count, <u8 *>where.words()[i],
+                &to.words()[i])
 
 
 def bring(

@@ -14,6 +14,7 @@ import numpy as np
 
 import te
 from kvstore.client.aheads import Aheads
+from kvstore.client.deadline import Deadline
 from kvstore.client.following import Followed
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
@@ -32,6 +33,7 @@ from kvstore.protocol.messages import (
     Claim,
     Clear,
     Done,
+    Fetched,
     Gone,
     Granted,
     InMemory,
@@ -53,7 +55,7 @@ from kvstore.protocol.messages import (
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import Promoted, PromotionState
 
-__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle"]
+__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle", "of_each"]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
@@ -62,7 +64,7 @@ _GRANTED: Final = Verdict.GRANTED.value
 
 Told = TypeVar("Told", bound=Enum)
 Result = TypeVar("Result")
-Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, Published, InMemory, SizesOf)
+Wanted = TypeVar("Wanted", Pins, Granted, Done, Fetched, Stored, Published, InMemory, SizesOf)
 
 
 class _Claimed(NamedTuple):
@@ -89,7 +91,7 @@ class Handle(Protocol):
         ...
 
     def take(
-        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> Sequence[Verdict] | None:
         """Has objects stored that the processor can read here: see ``Owner.take``. None if they
         have to be claimed and written now."""
@@ -152,7 +154,7 @@ class LocalHandle:
         keys: Keys,
         signature: bytes,
         pieces: Pieces,
-        timeout_s: float,  # noqa: ARG002
+        deadline: Deadline,  # noqa: ARG002
     ) -> Sequence[Verdict]:
         """See ``Handle``. It does not wait."""
         verdicts = self._owner.take(keys, signature, pieces)
@@ -231,7 +233,7 @@ class AskedHandle:
         question = Claim(keys.tobytes(), signature, nbytes, writer.id, writer.epoch)
         granted = self._ask(question, Granted, min(timeout_s, self._timeout_s))
         with self._sense("a claim"):
-            verdicts = _of_each(keys, granted.verdicts, Verdict)
+            verdicts = of_each(keys, granted.verdicts, Verdict)
             slots = np.frombuffer(granted.slots, "<u4").tolist()
             count = verdicts.count(Verdict.GRANTED)
             if len(slots) != count:
@@ -273,7 +275,7 @@ class AskedHandle:
         verdicts = grant.verdicts
         with self._sense("what it has published"):
             if is_ahead and not published.why_not:
-                verdicts = _of_each(keys, published.verdicts, Verdict)
+                verdicts = of_each(keys, published.verdicts, Verdict)
                 keys = keys[[one is Verdict.GRANTED for one in verdicts]]
             if published.placed is not None:
                 self._learn(keys, signature, nbytes, published.placed)
@@ -303,7 +305,7 @@ class AskedHandle:
         question = Pin(keys.tobytes(), signature, max(int(ttl_s * 1000), 1))
         answer = self._ask(question, Pins, self._timeout_s)
         with self._sense("pins"):
-            return _of_each(keys, answer.outcomes, Pinned), answer.why
+            return of_each(keys, answer.outcomes, Pinned), answer.why
 
     def unpin(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
@@ -374,10 +376,11 @@ class RemoteHandle(AskedHandle):
         return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
 
     def take(
-        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> Sequence[Verdict] | None:
         """See ``Handle``. In one question; None if other threads have all lines to the owner."""
-        nbytes, until_s = pieces.object_bytes, time.monotonic() + min(timeout_s, self._timeout_s)
+        nbytes = pieces.object_bytes
+        until_s = time.monotonic() + min(deadline.left_s, self._timeout_s)
         answer: Answer | None = None
         if self._caller is not None:
             question = Take(keys.tobytes(), signature, nbytes)
@@ -397,7 +400,7 @@ class RemoteHandle(AskedHandle):
         with self._sense("what it has stored"):
             verdicts = [Verdict.GRANTED] * len(keys)
             if taken.verdicts != [_GRANTED] * len(keys):
-                verdicts = _of_each(keys, taken.verdicts, Verdict)
+                verdicts = of_each(keys, taken.verdicts, Verdict)
             self._learn(keys, signature, nbytes, taken.placed)
         return verdicts
 
@@ -440,7 +443,7 @@ def _answer_after(told: Future[Result], answer_of: Callable[[Result], Answer]) -
     return future
 
 
-def _of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
+def of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
     """``ValueError`` if it is not one of that kind for each key."""
     if len(said) != len(keys):
         raise ValueError(f"{len(said)} answers for {len(keys)} objects")

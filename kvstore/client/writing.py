@@ -80,7 +80,7 @@ def put_at_once(
     """As ``put_group``, for objects that the processor can read: at most
     ``Handle.take_bytes_max``. None if they have to go that way now."""
     try:
-        verdicts = handle.take(keys, signature, source, deadline.left_s)
+        verdicts = handle.take(keys, signature, source, deadline)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.UNREACHABLE] * len(keys)

@@ -4,15 +4,17 @@ questions over Unix sockets, and the bytes go through trays."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Final
+
+import numpy as np
 
 import te
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import AskedHandle
+from kvstore.client.handles import AskedHandle, of_each
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
@@ -27,16 +29,28 @@ from kvstore.protocol.messages import (
     Clear,
     Copy,
     Done,
+    Fetch,
+    Fetched,
+    Keep,
     Question,
     Remove,
     Stored,
     Take,
+    Unread,
 )
 from kvstore.rules.object_table import Verdict
 
 __all__ = ["HOST", "HostHandle"]
 
+logger = logging.getLogger(__name__)
+
 HOST: Final = "the owner of this host's store"
+FETCH_BYTES_MIN: Final = 1 << 20
+"""So much or more is read by the owner: two questions take as long as copying half of it."""
+FETCH_PIECE_BYTES: Final = 2 << 10
+"""Of smaller pieces each takes longer than to copy it (0.5 µs)."""
+FETCH_BYTES: Final = 64 << 20
+"""What the owner reads for one question, or one object."""
 EXTRA_S: Final = 1.0
 """The owner may wait for others as long as this process waits for it, and then it answers."""
 
@@ -57,31 +71,78 @@ class HostHandle(AskedHandle):
         return 1 << 62
 
     def take(
-        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> Sequence[Verdict]:
-        """See ``Handle``. In as many questions as the tray is filled."""
-        until_s = time.monotonic() + timeout_s
-        step = max(TRAY_BYTES // pieces.object_bytes, 1)
-        verdicts: list[Verdict] = []
-        for first in range(0, len(keys), step):
-            some = keys[first : first + step]
-            part = pieces if len(some) == len(keys) else pieces.between(first, first + step)
-            answer = self._caller.ask_with_tray(
-                partial(gather, part),
-                Take(some.tobytes(), signature, part.object_bytes),
-                min(until_s - time.monotonic(), self._timeout_s),
-                len(part) * part.object_bytes,
-            )
-            verdicts += self._verdicts(len(some), answer)
+        """See ``Handle``. The owner reads what is much out of this process's memory, if it can;
+        what is not, it copies out of the tray, in as many questions as that is filled."""
+        verdicts = list[Verdict]()
+        can_fetch, step = self._fetch_step(pieces)
+        while len(verdicts) < len(keys):
+            first = len(verdicts)
+            some, part = keys[first : first + step], pieces.between(first, first + step)
+            found = self._fetched(some, signature, part, deadline) if can_fetch else None
+            if found is None and can_fetch:
+                can_fetch, step = False, max(TRAY_BYTES // pieces.object_bytes, 1)
+                continue
+            verdicts += self._taken(some, signature, part, deadline) if found is None else found
         return verdicts
 
-    def _verdicts(self, count: int, answer: Answer | None) -> list[Verdict]:
-        if not isinstance(answer, Stored):
-            raise NoAnswer(f"{HOST} answers with {type(answer).__name__}")
+    def _fetch_step(self, pieces: Pieces) -> tuple[bool, int]:
+        """Whether the owner is to read these, and how many for one question."""
+        nbytes, count = pieces.object_bytes, len(pieces.nbytes)
+        room = TRAY_BYTES // 8 // count - 1  # Their addresses go through the tray.
+        is_much = len(pieces) * nbytes >= FETCH_BYTES_MIN and nbytes >= count * FETCH_PIECE_BYTES
+        if is_much and room > 0 and self._caller.hello.reads:
+            return True, min(max(FETCH_BYTES // nbytes, 1), room)
+        return False, max(TRAY_BYTES // nbytes, 1)
+
+    def _taken(
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
+    ) -> list[Verdict]:
+        until_s, nbytes = self._until_s(deadline), len(pieces) * pieces.object_bytes
+        with self._caller.line(until_s - time.monotonic(), nbytes) as line:
+            assert line is not None, "it waits for a line"
+            gather(pieces, line.tray.address)
+            self._check(deadline)
+            question = Take(keys.tobytes(), signature, pieces.object_bytes)
+            taken = self._expected(self._caller.answer(line, question, until_s), Stored)
+            return self._verdicts(keys, taken.verdicts)
+
+    def _fetched(
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
+    ) -> list[Verdict] | None:
+        """None if the owner cannot read this memory."""
+        until_s, count = self._until_s(deadline), len(pieces.nbytes)
+        with self._caller.line(until_s - time.monotonic()) as line:
+            assert line is not None, "it waits for a line"
+            told = np.frombuffer(line.tray.memory, "<u8", (len(keys) + 1) * count)
+            told[: len(keys) * count], told[len(keys) * count :] = (
+                pieces.addresses.reshape(-1),
+                pieces.nbytes,
+            )
+            question = Fetch(keys.tobytes(), signature, pieces.object_bytes, count)
+            answer = self._caller.answer(line, question, until_s)
+            if isinstance(answer, Unread):
+                logger.debug("%s copies out of the tray: %s", HOST, answer.why)
+                return None
+            fetched = self._expected(answer, Fetched)
+            verdicts = self._verdicts(keys, fetched.verdicts)
+            self._check(deadline)
+            if Verdict.GRANTED in verdicts:
+                self._expected(self._caller.answer(line, Keep(), until_s), Done)
+            return verdicts
+
+    def _until_s(self, deadline: Deadline) -> float:
+        return time.monotonic() + min(deadline.left_s, self._timeout_s)
+
+    def _check(self, deadline: Deadline) -> None:
+        """Its end may mean that the source was used again while it was copied."""
+        if deadline.is_over:
+            raise NoAnswer("the deadline was over before the objects were stored")
+
+    def _verdicts(self, keys: Keys, said: Sequence[str]) -> list[Verdict]:
         with self._sense("what it has stored"):
-            if len(answer.verdicts) != count:
-                raise ValueError(f"{len(answer.verdicts)} answers for {count} objects")
-            return [Verdict(one) for one in answer.verdicts]
+            return of_each(keys, said, Verdict)
 
     def copy(
         self, keys: Keys, signature: bytes, nbytes: int, copies: int, deadline: Deadline

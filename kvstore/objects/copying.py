@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from os import strerror
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from kvstore import _bytes
 from kvstore.objects.changes import Records
 from kvstore.objects.pieces import U64, Pieces
 
-__all__ = ["Codes", "Copier", "gather"]
+__all__ = ["Codes", "Copier", "Foreign", "gather"]
 
 SHARED_BYTES: Final = 4 << 20
 """So much is shared with the helper: it takes 40 µs until a thread has woken up, and as long to
@@ -23,6 +24,15 @@ copy half a MiB."""
 
 Codes = npt.NDArray[np.uint8]
 """``_bytes.RIGHT``, ``MOVED`` or ``CORRUPTED``."""
+
+
+class Foreign(NamedTuple):
+    """Another process of this host whose memory can be read."""
+
+    pid: int
+    #: Where which bytes lie there, and in no other program's memory.
+    nonce_address: int
+    nonce: bytes
 
 
 class Copier:
@@ -46,6 +56,21 @@ class Copier:
             _bytes.take(slots[rows], addresses[rows], sizes, found[rows])
 
         self._share(some, pieces)
+        return found
+
+    def fetch(self, foreign: Foreign, slots: U64, pieces: Pieces) -> U64:
+        """As ``take``, of objects in another process's memory. ``OSError`` if not all of them can
+        be read there; nothing is copied any more then."""
+        found, failed = np.empty(len(pieces), np.uint64), np.empty(len(pieces), np.uint32)
+        addresses, sizes = pieces.addresses, pieces.nbytes
+
+        def some(rows: slice) -> None:
+            _bytes.fetch(*foreign, slots[rows], addresses[rows], sizes, found[rows], failed[rows])
+
+        self._share(some, pieces)
+        if failed.any():
+            errnum = int(failed[failed != 0][0])
+            raise OSError(errnum, f"process_vm_readv of process {foreign.pid}: {strerror(errnum)}")
         return found
 
     def bring(

@@ -16,20 +16,26 @@ from typing import Final
 import msgspec
 
 from kvstore.objects.changes import KEY_BYTES
+from kvstore.objects.copying import Foreign
 from kvstore.owner.answers import stored
+from kvstore.owner.fetching import Fetching
 from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import (
     CALL_BYTES_MAX,
     TRAY_BYTES,
     Answer,
+    Fetch,
+    Greet,
     Hello,
+    Keep,
     Question,
     Refused,
     Take,
     decode_question,
     encode,
 )
+from kvstore.protocol.reach import reachable
 from kvstore.protocol.users import check_user
 from kvstore.rate_limited_log import RateLimitedLog
 
@@ -139,31 +145,43 @@ class Answerer:
     def _serve(self, line: socket.socket) -> None:
         if self._shared:
             check_user(line)
-        tray = self._greet(line)
-        if tray is None:
+        greeted = self._greet(line)
+        if greeted is None:
             return
-        line.settimeout(None)  # Its client may have no question for hours.
+        fetching = Fetching(self._owner, *greeted)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        try:
+            self._answer_all(line, greeted[0], fetching)
+        finally:
+            fetching.drop()
+
+    def _answer_all(self, line: socket.socket, tray: Mapped, fetching: Fetching) -> None:
         room = bytearray(CALL_BYTES_MAX)
+        line.settimeout(None)  # Its client may have no question for hours.
         while count := line.recv_into(room):
-            question, reply = self._read(memoryview(room)[:count], tray)
-            if isinstance(question, Take):
+            question, reply = self._read(memoryview(room)[:count], tray, fetching)
+            has_stored = isinstance(question, Take | Keep)
+            if has_stored:
                 self._owner.tell_here()  # First: it finds what a client was told is stored.
             if reply is not None:
                 line.send(encode(reply))
-            if isinstance(question, Take):
+            if has_stored:
                 # Who tells others takes the interpreter's lock, here and at the client.
                 self._owner.tell_others()
+            if isinstance(question, Fetch | Keep):
+                line.settimeout(self._owner.claim_timeout_s if fetching.is_open else None)
 
-    def _greet(self, line: socket.socket) -> Mapped | None:
-        """The client's tray; None for one that is refused or has gone."""
+    def _greet(self, line: socket.socket) -> tuple[Mapped, Foreign | None] | None:
+        """The client's tray, and the client, if its memory can be read; None for one that is
+        refused or has gone."""
         line.settimeout(GREETING_TIMEOUT_S)
         raw, fds, _, _ = socket.recv_fds(line, CALL_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
         try:
             if not raw:
                 return None
-            reply = self._answer(decode_question(raw))
-            if not isinstance(reply, Hello) or not fds:
+            greet = decode_question(raw)
+            reply = self._answer(greet)
+            if not isinstance(reply, Hello) or not isinstance(greet, Greet) or not fds:
                 line.send(encode(reply if isinstance(reply, Refused) else Refused("greet first")))
                 return None
             tray = Mapped(fds[0])
@@ -173,17 +191,28 @@ class Answerer:
             for one in fds:
                 os.close(one)
         memory = self._owner.shared
+        foreign = reachable(line, greet) if greet.nonce else None
+        if isinstance(foreign, str):
+            logger.info("objects of a process of this host come through its tray: %s", foreign)
+            foreign = None
+        reply = msgspec.structs.replace(reply, reads=foreign is not None)
         socket.send_fds(
             line, [encode(reply)], [*self._shared, *([] if memory is None else [memory])]
         )
-        return tray
+        return tray, foreign
 
-    def _read(self, raw: memoryview, tray: Mapped) -> tuple[Question | None, Answer | None]:
+    def _read(
+        self, raw: memoryview, tray: Mapped, fetching: Fetching
+    ) -> tuple[Question | None, Answer | None]:
         """A question, if it is one, and what is answered."""
         try:
             question = decode_question(raw)
         except msgspec.DecodeError as exc:
             return None, Refused(f"the question cannot be read: {exc}")
+        if isinstance(question, Fetch):
+            return question, fetching.fetch(question)
+        if isinstance(question, Keep):
+            return question, fetching.keep()
         if not isinstance(question, Take):
             return question, self._answer(question)
         count = len(question.keys) // KEY_BYTES

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -33,7 +34,7 @@ from kvstore.memory.populating import Populating
 from kvstore.memory.slab import UNIT_BYTES, Slab
 from kvstore.memory.slab_file import SlabFile
 from kvstore.objects.changes import Keys, Records
-from kvstore.objects.copying import Copier
+from kvstore.objects.copying import Copier, Foreign
 from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Pinned
 from kvstore.objects.pieces import U64, Pieces
@@ -387,22 +388,45 @@ class Owner:
     def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
         """Stores objects of one signature and size that lie in this process's memory, which the
         processor can read. Those that are granted can be read now; who calls has to ``tell``."""
+        claim, checksums = self._filled(keys, signature, pieces, self._copier.take)
+        if claim.slots:
+            self.keep(claim, checksums)
+        return claim.verdicts
+
+    def fetch(
+        self, foreign: Foreign, keys: Keys, signature: bytes, pieces: Pieces
+    ) -> tuple[Claim, U64]:
+        """Copies objects out of another process's memory; ``keep`` or ``drop`` has to follow.
+        ``OSError`` if it cannot be read."""
+        return self._filled(keys, signature, pieces, partial(self._copier.fetch, foreign))
+
+    def _filled(
+        self, keys: Keys, signature: bytes, pieces: Pieces, copy: Callable[[U64, Pieces], U64]
+    ) -> tuple[Claim, U64]:
+        """Slots with objects, and their checksums."""
         with self._lock:
             claim = self._table.claim(keys, signature, pieces.object_bytes, self._clock())
             if not claim.slots:
-                return claim.verdicts
+                return claim, np.zeros(0, np.uint64)
             self._table.take_claim(claim.id)  # It has no deadline.
         try:
             if len(claim.slots) < len(keys):
                 granted = [one is Verdict.GRANTED for one in claim.verdicts]
                 pieces = pieces.of(np.flatnonzero(granted))
-            checksums = self._copier.take(self._addresses(claim), pieces)
+            return claim, copy(self._addresses(claim), pieces)
         except BaseException:
-            self._abandon(claim)
+            self.drop(claim)
             raise
+
+    def keep(self, claim: Claim, checksums: U64) -> None:
+        """What has come to the slots can be read now; who calls has to ``tell``."""
         with self._lock:
             self._table.publish(claim, checksums)
-        return claim.verdicts
+
+    def drop(self, claim: Claim) -> None:
+        """Nothing can come to the slots any more, and they are free."""
+        with self._lock:
+            self._table.abandon(claim)
 
     def room(self, keys: Keys, signature: bytes, nbytes: int) -> tuple[Claim, Pieces]:
         """Slots for objects that this process itself reads from somewhere, and where the granted
@@ -469,7 +493,7 @@ class Owner:
             self._end(held)
             return "writes under the claim do not end", claim
         if held.arrived != 1 or held.nbytes != wanted or count > len(claim.slots):
-            self._abandon(claim)
+            self.drop(claim)
             return (
                 f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}",
                 claim,
@@ -728,14 +752,10 @@ class Owner:
         arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
         return Held(claim, writer, self._engine.revoke(tag), arrived, nbytes, self._clock())
 
-    def _abandon(self, claim: Claim) -> None:
-        with self._lock:
-            self._table.abandon(claim)
-
     def _end(self, held: Held) -> None:
         """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""
         if held.is_closed():
-            self._abandon(held.claim)
+            self.drop(held.claim)
             return
         open_s = self._clock() - held.closed_s
         if not held.is_told and open_s > FENCE_TIMEOUT_S:

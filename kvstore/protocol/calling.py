@@ -37,6 +37,7 @@ from kvstore.protocol.messages import (
     decode_answer,
     encode,
 )
+from kvstore.protocol.reach import NonceMemory
 from kvstore.protocol.users import check_user
 
 __all__ = ["Caller", "Line", "Window"]
@@ -74,9 +75,11 @@ class Line:
         timeout_s: float,
         tray_bytes: int = TRAY_BYTES,
         map_table: Callable[[int], object] | None = None,
+        nonce: NonceMemory | None = None,
     ) -> None:
         """Connects and greets; ``NoAnswer``. ``map_table``: gets the descriptor of the owner's
-        table, which the owner of a host sends first."""
+        table, which the owner of a host sends first. ``nonce``: lets the owner read this process's
+        memory, if the system does (``Hello.reads``)."""
         self._name = name
         self._room = bytearray(CALL_BYTES_MAX)
         until_s = time.monotonic() + timeout_s
@@ -91,7 +94,7 @@ class Line:
                 check_user(self._socket)
             self.tray, fd = Mapped.make(tray_bytes)
             try:
-                socket.send_fds(self._socket, [encode(Greet(VERSION))], [fd])
+                socket.send_fds(self._socket, [encode(_greet(nonce))], [fd])
             finally:
                 os.close(fd)
             self._wait_until(until_s)
@@ -175,17 +178,19 @@ class Caller:
         engine: bytes | None,
         timeout_s: float,
         map_table: Callable[[int], object] | None = None,
+        nonce: NonceMemory | None = None,
     ) -> None:
         """Connects. ``NoAnswer``, also if the owner has another engine than this one of its card:
-        what this process knows is of another start of it. ``map_table``: see ``Line``; who has it
-        has no other way to the owner, and waits for a line."""
+        what this process knows is of another start of it. ``map_table``, ``nonce``: see ``Line``;
+        who has the first has no other way to the owner, and waits for a line."""
         self._path = path
         self._name = name
         self._lock = threading.Condition()
         self._waits = map_table is not None
         self._map_table: Callable[[int], object] | None = None if map_table is None else _known
         self._is_closed = False
-        line = Line(path, name, timeout_s, map_table=map_table)
+        self._nonce = nonce
+        line = Line(path, name, timeout_s, map_table=map_table, nonce=nonce)
         if engine is not None and line.hello.engine != engine:
             line.close()
             raise NoAnswer(f"owner {name} has been started anew")
@@ -202,8 +207,8 @@ class Caller:
     def ask(self, question: Question, timeout_s: float) -> Answer | None:
         """The answer; None if other threads have all lines. ``NoAnswer``."""
         until_s = time.monotonic() + timeout_s
-        with self._line(timeout_s) as line:
-            return None if line is None else self._answer(line, question, until_s)
+        with self.line(timeout_s) as line:
+            return None if line is None else self.answer(line, question, until_s)
 
     def ask_with_tray(
         self,
@@ -214,15 +219,15 @@ class Caller:
     ) -> Answer | None:
         """As ``ask``; ``fill`` writes so many bytes to the tray before, and gets its address."""
         until_s = time.monotonic() + timeout_s
-        with self._line(timeout_s, nbytes) as line:
+        with self.line(timeout_s, nbytes) as line:
             if line is None:
                 return None
             fill(line.tray.address)
-            return self._answer(line, question, until_s)
+            return self.answer(line, question, until_s)
 
     def tell(self, questions: Iterable[Question]) -> None:
         """Asks what is not answered, and is left out if the owner cannot hear it now."""
-        with contextlib.suppress(NoAnswer, OSError), self._line(0.0) as line:
+        with contextlib.suppress(NoAnswer, OSError), self.line(0.0) as line:
             if line is not None:
                 for one in questions:
                     line.tell(one)
@@ -236,15 +241,17 @@ class Caller:
         for line in idle:
             line.close()
 
-    def _answer(self, line: Line, question: Question, until_s: float) -> Answer:
+    def answer(self, line: Line, question: Question, until_s: float) -> Answer:
+        """As ``ask``, over a line that ``line`` has given."""
         answer = line.ask(question, until_s - time.monotonic())
         if isinstance(answer, Refused):
             raise NoAnswer(f"owner {self._name}: {answer.why}")
         return answer
 
     @contextmanager
-    def _line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
-        """For one question, with a tray for so many bytes. None: all are in use."""
+    def line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
+        """For one question after another, with a tray for so many bytes; it is ended by what is
+        raised. None: all are in use."""
         until_s = time.monotonic() + timeout_s
         line, is_new = self._take(timeout_s)
         try:
@@ -254,7 +261,7 @@ class Caller:
             if is_new:
                 tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
                 left_s = until_s - time.monotonic()
-                line = Line(self._path, self._name, left_s, tray, self._map_table)
+                line = Line(self._path, self._name, left_s, tray, self._map_table, self._nonce)
             yield line
         except BaseException:
             if line is not None:
@@ -290,6 +297,10 @@ class Caller:
             if self._waits:
                 raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
             return None, False
+
+
+def _greet(nonce: NonceMemory | None) -> Greet:
+    return Greet(VERSION, *(() if nonce is None else (nonce.nonce.address, nonce.nonce.data)))
 
 
 def _known(_: int) -> None:

@@ -26,12 +26,15 @@ __all__ = [
     "Copy",
     "Discard",
     "Done",
+    "Fetch",
+    "Fetched",
     "Follow",
     "Gone",
     "Granted",
     "Greet",
     "Hello",
     "InMemory",
+    "Keep",
     "Pin",
     "Pins",
     "Placed",
@@ -49,6 +52,7 @@ __all__ = [
     "Take",
     "Touch",
     "Unpin",
+    "Unread",
     "decode_answer",
     "decode_question",
     "decoded",
@@ -79,9 +83,15 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Greet(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Who are you? The answer is ``Hello``, or ``Refused`` for another version."""
+    """Who are you? The answer is ``Hello``, or ``Refused`` for another version.
+
+    With a nonce: a process of the owner's host asks, and it may read this one's memory, where the
+    nonce lies (``kvstore.protocol.reach``).
+    """
 
     version: int
+    nonce_address: Number = 0
+    nonce: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -214,6 +224,23 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag=17):
     signature: Signature
 
 
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """These objects, out of the memory of the process that asks, please. In the tray lie, as u64,
+    where each piece of each object begins there, and behind that the sizes of an object's pieces.
+    Answered by ``Fetched`` or ``Unread``. Only who has sent a nonce may ask so."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    #: Of each object.
+    pieces: Annotated[int, msgspec.Meta(ge=1, le=TRAY_BYTES // 8)]
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """What was fetched is what was to be stored: its memory has not changed meanwhile. Answered by
+    ``Done``. Without this, nothing of it is stored."""
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -225,6 +252,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     object_bytes_max: Number
     parts: Number
     number: Number
+    #: Whether the owner can read the memory of who asks.
+    reads: bool = False
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -320,6 +349,19 @@ class SizesOf(msgspec.Struct, frozen=True, array_like=True, tag=11):
     sizes: bytes
 
 
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """One ``object_table.Verdict`` for each object; those that are granted were copied, and are
+    stored with ``Keep``."""
+
+    verdicts: list[str]
+
+
+class Unread(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """The memory that was named cannot be read: that of a device, for one."""
+
+    why: str
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
@@ -344,6 +386,8 @@ Question = (
     | Sizes
     | Copy
     | Discard
+    | Fetch
+    | Keep
 )
 Answer = (
     Hello
@@ -357,6 +401,8 @@ Answer = (
     | Published
     | Gone
     | SizesOf
+    | Fetched
+    | Unread
 )
 
 Message = TypeVar("Message")

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
+import os
 import shlex
 import subprocess
 import sysconfig
@@ -23,6 +25,7 @@ from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, fingerprint_of
 from kvstore.objects.copying import SHARED_BYTES, Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, MAGIC, expected
 from kvstore.objects.pieces import Pieces
+from te.transports.samehost.reach import NonceMemory
 
 #: Around every border of the hash and of the copies.
 LENGTHS = sorted(
@@ -278,3 +281,26 @@ def test_processors_without_avx2_find_the_same(tmp_path: Path) -> None:
             assert of(memory.ctypes.data, address, nbytes) == digests(memory)[0]
         whole = (nbytes - 1) // 1024 * 1024
         assert (to[:, :whole] == memory[:, :whole]).all()
+
+
+@pytest.mark.parametrize("sizes", [[100], [64 << 10], [1, 4096, 70_000], [7] * 300, [200_000, 3]])
+def test_another_process_s_memory_is_read_as_this_one_s(sizes: list[int]) -> None:
+    memory = NonceMemory()
+    nonce, source = memory.nonce, random_bytes(5, sum(sizes))
+    came = np.zeros_like(source)
+    slots, pieces = rows_of(came, [sum(sizes)]).addresses[:, 0], rows_of(source, sizes)
+    found, failed = np.zeros(5, np.uint64), np.ones(5, np.uint32)
+
+    def fetch(data: bytes) -> list[int]:
+        where = np.ascontiguousarray(slots), pieces.addresses, pieces.nbytes
+        _bytes.fetch(os.getpid(), nonce.address, data, *where, found, failed)
+        return list(failed.tolist())
+
+    assert fetch(nonce.data) == [0] * 5
+    assert (came == source).all()
+    assert found.tolist() == digests(source)
+    pieces.addresses[2, -1] = 1
+    assert fetch(nonce.data) == [0, 0, errno.EFAULT, 0, 0]
+    assert fetch(bytes(len(nonce.data)))[:2] == [errno.ESRCH] * 2
+    with pytest.raises(ValueError, match="a nonce of 0 bytes"):
+        fetch(b"")

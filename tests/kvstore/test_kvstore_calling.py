@@ -143,7 +143,7 @@ def test_more_threads_than_lines_ask_over_zeromq(
 ) -> None:
     until(guest._owners.usable, "the owner is known")
     caller = caller_of(guest)
-    held = [caller._line(TIMEOUT_S) for _ in range(calling.LINES_MAX)]
+    held = [caller.line(TIMEOUT_S) for _ in range(calling.LINES_MAX)]
     lines = [one.__enter__() for one in held]
     assert None not in lines
     assert caller.ask(Publish(1), TIMEOUT_S) is None
@@ -164,7 +164,7 @@ def test_a_line_in_use_when_its_caller_is_closed_ends_behind_that(
 ) -> None:
     until(guest._owners.usable, "the owner is known")
     caller = caller_of(guest)
-    with caller._line(TIMEOUT_S) as line:
+    with caller.line(TIMEOUT_S) as line:
         assert line is not None
         caller.close()
         assert isinstance(line.ask(Publish(1), TIMEOUT_S), Published)

@@ -12,6 +12,7 @@ import pytest
 from store_makers import SIG, TIMEOUT_S, keys
 from store_objects import NBYTES
 
+from kvstore.client.deadline import Deadline
 from kvstore.client.handles import RemoteHandle
 from kvstore.objects.pieces import Pieces
 from kvstore.protocol.asking import NoAnswer
@@ -96,7 +97,9 @@ def test_nonsense_of_other_questions_is_no_answer() -> None:
     pieces = Pieces.whole([4096, 8192], NBYTES)
     for stored in (["granted"], ["maybe"] * 2):
         with pytest.raises(NoAnswer, match="answers nonsense of what it has stored"):
-            handle_to(Stored(stored, Placed(1, SLOTS, SLOTS))).take(KEYS, SIG, pieces, TIMEOUT_S)
+            handle_to(Stored(stored, Placed(1, SLOTS, SLOTS))).take(
+                KEYS, SIG, pieces, Deadline(TIMEOUT_S)
+            )
     with pytest.raises(NoAnswer, match="answers nonsense of pins"):
         handle_to(Pins(["pinned"], "")).pin(KEYS, SIG, 1.0)
     here = bytes([1, 1])

@@ -108,7 +108,7 @@ def test_a_new_line_has_the_time_that_is_left(host: Store, monkeypatch: pytest.M
     monkeypatch.setattr(calling.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(Caller, "_take", take)
     monkeypatch.setattr(calling, "Line", Made)
-    with pytest.raises(NoAnswer, match="made"), link.caller._line(8.0):
+    with pytest.raises(NoAnswer, match="made"), link.caller.line(8.0):
         pass
     assert given == [6.0]
 

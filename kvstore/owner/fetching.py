@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that an owner reads in the memory of a process of its host. They are stored once that
+process has said that they had not changed meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.objects.changes import KEY_BYTES
+from kvstore.objects.copying import Foreign
+from kvstore.objects.pieces import U64, Pieces
+from kvstore.owner.answers import keys_of
+from kvstore.owner.owner import Owner
+from kvstore.protocol.mapped import Mapped
+from kvstore.protocol.messages import Answer, Done, Fetch, Fetched, Refused, Unread
+from kvstore.rules.object_table import Claim
+
+__all__ = ["Fetching"]
+
+
+class Fetching:
+    """Of one connection; for one thread at a time."""
+
+    def __init__(self, owner: Owner, tray: Mapped, foreign: Foreign | None) -> None:
+        """``foreign``: the process at the other end; None if its memory cannot be read."""
+        self._owner = owner
+        self._tray = tray
+        self._foreign = foreign
+        self._held: tuple[Claim, U64] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether objects wait for ``keep`` or ``drop``."""
+        return self._held is not None
+
+    def fetch(self, question: Fetch) -> Answer:
+        """Copies objects. Waits for the memory that they lie in."""
+        self.drop()
+        keys = keys_of(question.keys)
+        if self._foreign is None:
+            return Refused("no memory can be read where no nonce was told")
+        words = (len(keys) + 1) * question.pieces
+        if not len(keys) or len(question.keys) % KEY_BYTES or 8 * words > self._tray.nbytes:
+            return Refused(
+                f"{len(question.keys)} bytes of keys with {question.pieces} pieces each do not fit"
+                f" a tray of {self._tray.nbytes}"
+            )
+        # A copy: the other side may change it at any time.
+        told = np.frombuffer(self._tray.memory, "<u8", words).reshape(-1, question.pieces).copy()
+        if int(told[-1].max()) > question.nbytes or int(told[-1].sum()) != question.nbytes:
+            return Refused(f"the pieces are not of {question.nbytes} bytes together")
+        try:
+            pieces = Pieces(told[:-1], told[-1])
+            claim, sums = self._owner.fetch(self._foreign, keys, question.signature, pieces)
+        except OSError as exc:
+            return Unread(str(exc.strerror))
+        except ValueError as exc:
+            return Refused(str(exc))
+        self._held = claim, sums
+        return Fetched([one.value for one in claim.verdicts])
+
+    def keep(self) -> Answer:
+        """Publishes what was fetched last; who calls has to ``tell``."""
+        held, self._held = self._held, None
+        if held is None:
+            return Refused("nothing was fetched")
+        if held[0].slots:
+            self._owner.keep(*held)
+        return Done()
+
+    def drop(self) -> None:
+        """It is not stored."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._owner.drop(held[0])

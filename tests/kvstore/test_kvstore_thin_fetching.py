@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large puts to the owner of the host: it reads the objects in the client's memory, and stores them
+once the client says that they have not changed meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_host import end_all, shared
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_objects import KEYS, MIB
+
+from kvstore.client.deadline import Deadline
+from kvstore.host.pool import HostPool
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.answering import Answerer
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Line
+from kvstore.protocol.messages import (
+    Answer,
+    Done,
+    Fetch,
+    Fetched,
+    Keep,
+    Question,
+    Refused,
+    Take,
+    Unread,
+)
+from kvstore.protocol.reach import NonceMemory
+from kvstore.store import Store
+
+pytestmark = pytest.mark.slow
+
+NAMES = keys(3, 41)
+
+
+@pytest.fixture
+def host(directory: Path) -> Iterator[Store]:
+    """Uses the owner of its host, which is another process and can read this one's memory."""
+    try:
+        with Store(shared(directory, 64 * MIB)) as store:
+            pool = store._owners
+            assert isinstance(pool, HostPool)
+            assert pool._link is not None
+            assert pool._link.caller.hello.reads
+            yield store
+    finally:
+        end_all(directory)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[type[Question]]:
+    """The kinds of questions to the owner."""
+    kinds, former = list[type[Question]](), Line.ask
+
+    def ask(line: Line, question: Question, timeout_s: float) -> Answer:
+        kinds.append(type(question))
+        return former(line, question, timeout_s)
+
+    monkeypatch.setattr(Line, "ask", ask)
+    return kinds
+
+
+def large(store: Store) -> Room:
+    room = Room(store, 3, MIB)
+    room.bytes[:] = contents(3, MIB)
+    return room
+
+
+def is_stored(store: Store, room: Room) -> bool:
+    back = Room(store, 3, MIB)
+    return store.get(NAMES, SIG, back.pieces) == [Got.RIGHT] * 3 and bool(
+        (back.bytes == room.bytes).all()
+    )
+
+
+def test_the_owner_reads_what_is_large(host: Store, asked: list[type[Question]]) -> None:
+    room = large(host)
+    pieces = room.split(9, 300_000, MIB - 300_009)
+    assert host.put(NAMES[:1], SIG, pieces.between(0, 1)) == [Put.STORED]
+    assert host.put(NAMES, SIG, pieces) == [Put.EXISTS, Put.STORED, Put.STORED]
+    assert asked == [Fetch, Keep] * 2
+    assert is_stored(host, room)
+    del asked[:]
+    assert host.put(NAMES, SIG, pieces) == [Put.EXISTS] * 3
+    assert asked == [], "the table says so"
+
+
+def test_many_are_read_for_several_questions(
+    host: Store, asked: list[type[Question]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.host.handle.FETCH_BYTES", 2 * MIB)
+    room = large(host)
+    assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3
+    assert asked == [Fetch, Keep] * 2
+    assert is_stored(host, room)
+
+
+def test_small_pieces_come_through_the_tray(host: Store, asked: list[type[Question]]) -> None:
+    room = large(host)
+    sizes = [1024] * (MIB // 1024)
+    assert host.put(NAMES, SIG, room.split(*sizes)) == [Put.STORED] * 3
+    assert asked == [Take] * 2
+    assert is_stored(host, room)
+
+
+def test_an_object_with_more_pieces_than_the_tray_names_comes_through_it(
+    host: Store, asked: list[type[Question]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.host.handle.TRAY_BYTES", 4096)
+    room = large(host)
+    for count, kinds in ((255, [Fetch, Keep] * 3), (256, [Fetch, Keep] * 3), (512, [Take] * 3)):
+        sizes = [MIB // count] * (count - 1)
+        pieces = room.split(*sizes, MIB - sum(sizes))
+        assert host.put(keys(3, count), SIG, pieces) == [Put.STORED] * 3
+        assert asked == kinds
+        del asked[:]
+
+
+def test_memory_that_cannot_be_read_comes_through_the_tray(
+    host: Store, asked: list[type[Question]]
+) -> None:
+    """As if another program had taken the process's number."""
+    room = large(host)
+    host._owners._nonce._page[:8] = b"changed!"  # type: ignore[attr-defined]
+    assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3
+    assert asked == [Fetch, Take, Take]
+    assert is_stored(host, room)
+
+
+def test_a_source_that_was_used_again_meanwhile_is_not_stored(
+    host: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, deadline, former = large(host), Deadline(TIMEOUT_S), Line.ask
+
+    def ask(line: Line, question: Question, timeout_s: float) -> Answer:
+        answer = former(line, question, timeout_s)
+        assert isinstance(question, Fetch)
+        assert isinstance(answer, Fetched)
+        deadline.end()
+        return answer
+
+    monkeypatch.setattr(Line, "ask", ask)
+    assert host.put(NAMES, SIG, room.pieces, deadline=deadline) == [Put.UNREACHABLE] * 3
+    monkeypatch.undo()
+    assert not host.exists(NAMES, SIG, MIB).any()
+    until(lambda: host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3, "the slots are free")
+    assert is_stored(host, room)
+
+
+# -- what the owner answers
+
+
+@pytest.fixture
+def lender(directory: Path) -> Iterator[Store]:
+    with Store(config(directory, 64 * MIB, claim_timeout_s=1.0)) as store:
+        yield store
+
+
+Connect = Callable[..., Line]
+
+
+@pytest.fixture
+def connect(lender: Store, directory: Path) -> Iterator[Connect]:
+    """Makes lines to an owner in this process, which reads its own memory."""
+    path, lines, nonces = directory / "owner.calls", list[Line](), list[NonceMemory | None]()
+
+    def made(nonce: NonceMemory | None) -> Line:
+        nonces.append(nonce)  # It has to stay.
+        line = Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None, nonce=nonce)
+        lines.append(line)
+        return line
+
+    with lender.answering(path) as answerer:
+        assert isinstance(answerer, Answerer)
+        yield made
+        for line in lines:
+            line.close()
+
+
+def fetch(line: Line, room: Room, sizes: list[int], **other: Any) -> Answer:
+    """Asks for all of a room."""
+    told = np.frombuffer(line.tray.memory, "<u8", (len(room.bytes) + 1) * len(sizes))
+    starts = room.pieces.addresses + np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    told[:] = [*starts.reshape(-1).tolist(), *sizes]
+    words = {"keys": NAMES.tobytes(), "nbytes": MIB, "pieces": len(sizes)} | other
+    question = Fetch(words["keys"], SIG, words["nbytes"], words["pieces"])
+    return line.ask(question, TIMEOUT_S)
+
+
+def used(store: Store) -> int:
+    own = store.status().own
+    assert own is not None
+    return own.bytes_used
+
+
+def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    assert line.hello.reads
+    assert fetch(line, room, [MIB]) == Fetched(["granted"] * 3)
+    assert not lender.exists(NAMES, SIG, MIB).any()
+    assert line.ask(Keep(), TIMEOUT_S) == Done()
+    assert is_stored(lender, room)
+    assert fetch(line, room, [MIB]) == Fetched(["exists"] * 3)
+    assert line.ask(Keep(), TIMEOUT_S) == Done()
+
+
+def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    before = used(lender)
+    assert isinstance(fetch(line, room, [MIB]), Fetched)
+    assert used(lender) > before
+    line.close()
+    until(lambda: used(lender) == before, "the slots are free")
+    assert not lender.exists(NAMES, SIG, MIB).any()
+
+
+def test_a_client_that_says_nothing_more_costs_slots_until_the_claim_s_deadline(
+    lender: Store, connect: Connect
+) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    before = used(lender)
+    assert isinstance(fetch(line, room, [MIB]), Fetched)
+    until(lambda: used(lender) == before, "the slots are free")
+    with pytest.raises(NoAnswer):
+        line.ask(Keep(), TIMEOUT_S)
+    assert not lender.exists(NAMES, SIG, MIB).any()
+
+
+def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    before = used(lender)
+    assert isinstance(fetch(line, room, [MIB]), Fetched)
+    assert isinstance(fetch(line, room, [MIB], keys=KEYS[:3].tobytes()), Fetched)
+    assert line.ask(Keep(), TIMEOUT_S) == Done()
+    assert not lender.exists(NAMES, SIG, MIB).any()
+    assert lender.exists(KEYS[:3], SIG, MIB).all()
+    assert line.ask(Keep(), TIMEOUT_S) == Refused("nothing was fetched")
+    assert lender.remove(KEYS[:3], SIG)
+    assert used(lender) == before
+
+
+def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    before = used(lender)
+    for sizes, other in (
+        ([MIB], {"pieces": 2}),
+        ([MIB], {"nbytes": MIB + 1}),
+        ([MIB - 1, 1], {"pieces": 1}),
+        ([MIB - 1, 1], {"nbytes": MIB - 1}),
+        ([MIB], {"keys": b""}),
+        ([MIB], {"keys": NAMES.tobytes()[:-1]}),
+        ([MIB], {"pieces": line.tray.nbytes // 8}),
+        ([MIB, 0], {}),
+    ):
+        assert isinstance(fetch(line, room, sizes, **other), Refused), (sizes, other)
+    assert isinstance(fetch(line, room, [MIB], nbytes=MIB), Fetched), "the line works"
+    line.close()
+    until(lambda: used(lender) == before)
+
+
+def test_what_is_not_there_is_not_stored(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect(NonceMemory())
+    before = used(lender)
+    assert isinstance(fetch(line, room, [MIB]), Fetched)
+    told = np.frombuffer(line.tray.memory, "<u8", 4)
+    told[1] = 4096  # Of three objects one lies where no memory is.
+    unread = line.ask(Fetch(NAMES.tobytes(), SIG, MIB, 1), TIMEOUT_S)
+    assert isinstance(unread, Unread)
+    assert "Bad address" in unread.why
+    assert used(lender) == before
+
+
+def test_who_tells_no_nonce_or_a_wrong_one_is_not_read(lender: Store, connect: Connect) -> None:
+    room, wrong = large(lender), NonceMemory()
+    wrong._page[:8] = b"changed!"
+    for nonce in (None, wrong):
+        line = connect(nonce)
+        assert not line.hello.reads
+        assert isinstance(fetch(line, room, [MIB]), Refused)
+    assert used(lender) == 0
