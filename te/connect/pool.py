@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 __all__ = ["THREADS_MAX", "Pool"]
+
+logger = logging.getLogger(__name__)
 
 THREADS_MAX: Final = 48
 """An engine's threads for making rails, and for answering those who make them. They begin when
@@ -16,27 +19,51 @@ they are needed."""
 
 
 class Pool:
-    """Runs functions on a few threads. Any thread may call anything."""
+    """Runs functions on a few threads. Any thread may call anything.
+
+    Python's own executor takes nothing any more once the interpreter has begun to end, before it
+    calls what `atexit` knows. An engine that is closed there must still answer, also itself.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._threads: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._threads = 0
+        self._idle = 0
         self._is_stopped = False
 
     def run(self, function: Callable[[], None]) -> bool:
         """Has ``function``, which may block, run soon; False once this was stopped."""
-        with self._lock:
+        with self._changed:
             if self._is_stopped:
                 return False
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(THREADS_MAX, self._name)
-            self._threads.submit(function)
+            if self._idle <= len(self._waiting) and self._threads < THREADS_MAX:
+                name = f"{self._name}_{self._threads}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._threads += 1
+            self._waiting.append(function)
+            self._changed.notify()
         return True
 
     def stop(self) -> None:
         """What has not begun never does; does not wait for what has."""
-        with self._lock:
+        with self._changed:
             self._is_stopped = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (function := self._next()) is not None:
+            try:
+                function()
+            except Exception:
+                logger.exception("a bug in %s", self._name)
+
+    def _next(self) -> Callable[[], None] | None:
+        """None once this was stopped."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._is_stopped)
+            self._idle -= 1
+            return self._waiting.popleft() if self._waiting else None

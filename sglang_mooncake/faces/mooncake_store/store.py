@@ -200,8 +200,6 @@ class MooncakeDistributedStore(Moving):
             raise ValueError("it was set up before, and not closed")
         opened = self._opened = Opened(self.options, setup, random.randint(*PORTS))
         self._end = weakref.finalize(self, opened.close)
-        # When the interpreter ends, the threads that closing needs are gone before.
-        self._end.atexit = False
         logger.info(
             "mooncake.store is sglang-mooncake's store: %s lends %d bytes; who names %r shares"
             " its objects",

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ from sglang_mooncake.faces.mooncake_store.names import ReplicateConfig, SoftPinA
 from sglang_mooncake.faces.mooncake_store.settings import Setup
 from sglang_mooncake.faces.mooncake_store.store import MooncakeDistributedStore
 
+ROOT = Path(__file__).parents[3]
 NEVER_S = 1_000.0
 MEMORY, BUFFER = 16 << 20, 1 << 20
 
@@ -366,6 +370,36 @@ def test_where_an_object_lies(store) -> None:
     assert one.status.name == "COMPLETE"
     assert store.batch_get_replica_desc(["k", "none"]).keys() == {"k"}
     assert store.get_replica_desc("none") == []
+
+
+ENDS = """
+import json, sys
+from sglang_mooncake.sglang.drop_in import install
+install()
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("h", "P2PHANDSHAKE", 4 << 20, 1 << 16, "tcp", "", "m:1") == 0
+assert store.put("of a process that ends", b"v") == 0
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> None:
+    given = {"directory": str(directory), "request_timeout_s": NEVER_S}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "SGLANG_MOONCAKE_STORE": json.dumps(given),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("Traceback", "a bug in", "does not unmap"):
+        assert said not in done.stderr
 
 
 def test_what_it_has_not_is_said(store) -> None:
