@@ -89,8 +89,15 @@ class Bench:
         servers = list(dict.fromkeys(one for each in self._prefill.values() for one in each))
         with Step(f"starting {len(servers) + 2} servers") as step:
             wait_ready([*servers, self._decode, self._one], tick=step.tick)
+        told = json.dumps({"directory": str(directory)})
         self._routers = {
-            way: fleet.router(self._prefill[way], self._decode, name=f"router-{n}", kind=KINDS[way])
+            way: fleet.router(
+                self._prefill[way],
+                self._decode,
+                name=f"router-{n}",
+                kind=KINDS[way],
+                extra_args=("--store", told) if way == "ours+store" else (),
+            )
             for n, way in enumerate(options.ways)
         }
         wait_ready(self._routers.values())

@@ -41,9 +41,9 @@ __all__ = [
 
 #: Expectations that differ by less count as equal: they are not as exact.
 TIE: Final = 0.02
-#: What computing a prompt costs those behind it, in times what it takes: a place that computes less
-#: of it may be expected a little later.
-WORK_WEIGHT: Final = 0.25
+#: What computing a prompt costs those behind it, in times what it takes, where all servers are
+#: busy: a place that computes less of it may be expected later.
+WORK_WEIGHT: Final = 1.0
 #: For what part of the time by which a server is late it is expected to be late still.
 LATE_AGAIN: Final = 0.5
 #: Of so many last requests the errors of the expectation are kept.
@@ -165,11 +165,12 @@ def left_s(expected_s: float, passed_s: float) -> float:
 
 
 def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
-    """The index of the one with the earliest first token, where what is computed counts a little
-    more (``WORK_WEIGHT``); of those that are as early the one with the fewest requests under way,
-    and of these any."""
+    """The index of the one with the earliest first token, where what is computed counts the more
+    (``WORK_WEIGHT``) the more servers are busy; of those that are as early the one with the fewest
+    requests under way, and of these any."""
     expected = [expect(tokens, one) for one in candidates]
-    costs = [one.first_s + WORK_WEIGHT * one.work_s for one in expected]
+    weight = WORK_WEIGHT * sum(one.under_way > 0 for one in candidates) / len(candidates)
+    costs = [one.first_s + weight * one.work_s for one in expected]
     limit = min(costs) * (1 + TIE)
     ties = [at for at, cost in enumerate(costs) if cost <= limit]
     fewest = min(candidates[at].under_way for at in ties)

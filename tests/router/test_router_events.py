@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, answers, run, until
 
+from sglang_mooncake.router import event_source, kv_events
 from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
 from sglang_mooncake.router.pages import seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
@@ -361,6 +363,54 @@ def test_events_are_followed_and_missed_ones_asked_for() -> None:
             context.destroy(linger=0)
 
     run(job())
+
+
+def test_a_stream_that_is_cut_is_noticed_and_what_was_missed_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 s are allowed from the end of the prompt of which nothing is told."""
+    assert SILENCE_S + 2 * event_source.TICK_S <= 5.0
+    monkeypatch.setattr(kv_events, "SILENCE_S", 0.1)
+    caplog.set_level("INFO")
+    prompt = list(range(400))
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        try:
+            world = World(prefill=1, prefill_policy="cache_aware")
+            described = publisher.described(replay_endpoint_port_base=None)
+            world.prefill[0].info = described
+            async with world:
+                told = {"meta_info": {"prompt_tokens": 400, "cached_tokens": 0}}
+                world.prefill[0].answer = answers(told)
+                stream = await followed(world, 0)
+                await heard(publisher, stream)
+                await world.ask(input_ids=prompt)
+                await until(lambda: "have gone silent" in caplog.text)
+                assert await seen(world) == ("silent", 0)
+                # What it was sent counts now, and that is not there.
+                await world.ask(input_ids=prompt)
+                await world.idle()
+                assert await seen(world) == ("silent", 1)
+                _, text = await world.get("/metrics")
+                of = f'{{role="prefill",server="{world.prefill[0].url}"}}'
+                assert f"sglang_mooncake_router_prefixes_missed_total{of} 1" in text
+                assert 'sglang_mooncake_router_event_streams{state="silent"} 1' in text
+                await publisher.publish(stored(*token_names(prompt, PAGE)))
+                await until(lambda: "are back" in caplog.text)
+                assert await seen(world) == ("live", 1)
+        finally:
+            context.destroy(linger=0)
+
+    run(job())
+
+
+async def seen(world: World) -> tuple[str, int]:
+    """The state of the first stream, and the prefixes that were missed there."""
+    _, text = await world.get("/v1/router")
+    one = json.loads(text)["servers"]["prefill"][0]
+    return one["events"]["state"], one["prefixes_missed"]
 
 
 async def followed(world: World, at: int) -> EventStream:

@@ -253,12 +253,14 @@ def test_the_first_token_is_expected_after_the_queue_and_what_is_missing() -> No
     ("candidates", "index"),
     [
         ([figures(), figures(hit_tokens=500)], 1),
-        ([figures(), figures(hit_tokens=500, queue_s=0.55)], 1),
-        ([figures(), figures(hit_tokens=500, queue_s=0.7)], 0),
+        ([figures(), figures(hit_tokens=500, queue_s=0.7, under_way=1)], 1),
+        ([figures(), figures(hit_tokens=500, queue_s=0.8, under_way=1)], 0),
+        ([figures(under_way=1), figures(hit_tokens=500, queue_s=0.95, under_way=1)], 1),
+        ([figures(under_way=1), figures(hit_tokens=500, queue_s=1.1, under_way=1)], 0),
         ([figures(under_way=1), figures(under_way=0)], 1),
         ([figures(token_s=0.002), figures()], 1),
     ],
-    ids=["cache", "less work", "queue", "load", "speed"],
+    ids=["cache", "less work", "queue", "all are busy", "long queue", "load", "speed"],
 )
 def test_the_earliest_first_token_wins_where_work_counts_a_little(
     candidates: Sequence[Figures], index: int
