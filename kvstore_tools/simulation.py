@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Final
 
 from kvstore_tools.traces import BLOCK_TOKENS, BlockCache, Request
-from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.known import first_of
 from sglang_mooncake.router.placement import Figures, best, expect, left_s
 
@@ -112,7 +112,7 @@ class Outcome:
 class _Instance:
     """Its queue, its processor and its network."""
 
-    def __init__(self, cache: BlockCache | None) -> None:
+    def __init__(self, cache: BlockCache | None, kin: Kin) -> None:
         self.cache = cache
         self.queue: deque[int] = deque()
         self.is_busy = False
@@ -120,7 +120,7 @@ class _Instance:
         #: When it is expected to have done all that it was given.
         self.done_s = 0.0
         #: What the router has learnt of it, and expects of the prompts that have not ended.
-        self.fit = WorkFit()
+        self.fit = WorkFit(kin)
         self.expected_s: deque[float] = deque()
         self.queued: Counter[int] = Counter()
         #: When the first of those began, and how many tokens of it are computed.
@@ -146,7 +146,8 @@ class _Simulation:
         caches = [self._cache(1) for _ in range(cluster.instances)]
         if cluster.pooled:
             caches = [self._cache(cluster.instances)] * cluster.instances
-        self._instances = [_Instance(one) for one in caches]
+        kin = Kin()
+        self._instances = [_Instance(one, kin) for one in caches]
         #: Where each block was computed, if all use it.
         self._holders: dict[int, int] = {}
         self._ends: list[tuple[float, int, int]] = []

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from sglang_mooncake.router.fit import LoadFit, WorkFit
+from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit
 from sglang_mooncake.router.known import KnownPages, first_of
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.pages import names_of, token_digests
@@ -213,11 +213,11 @@ class PrefillView:
     """What the router knows of one prefill server: its cache, its queue, its speed. ``ended`` is
     called once for each ``send``."""
 
-    def __init__(self, server: Server, pool: Pool | None = None) -> None:
-        """``pool``: a store that the server loads from."""
+    def __init__(self, server: Server, pool: Pool | None = None, kin: Kin | None = None) -> None:
+        """``pool``: a store that the server loads from; ``kin``: of all servers."""
         self.server = server
         self.counts = ViewCounts()
-        self.fit, self.load_fit = WorkFit(), LoadFit()
+        self.fit, self.load_fit = WorkFit(kin), LoadFit()
         self._pool = pool
         #: Tokens of a page of its; 0 while it has not told.
         self.page_size = 0

@@ -20,6 +20,7 @@ from bootstrap_server.admission.refusals import Pace
 from bootstrap_server.decoding import excerpt
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.failing import Failed
+from sglang_mooncake.router.fit import Kin
 from sglang_mooncake.router.forwarding import (
     Ask,
     Course,
@@ -68,6 +69,7 @@ class Routing:
         self._pool = pool
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
+        self._kin = Kin()
         self._views: dict[Server, PrefillView] = {}
         self.servers_changed()
         self._looker = Looker()
@@ -255,7 +257,7 @@ class Routing:
             del self._views[gone]
         for server in there:
             if server not in self._views:
-                self._views[server] = PrefillView(server, self._pool)
+                self._views[server] = PrefillView(server, self._pool, self._kin)
 
     def forget_caches(self) -> None:
         """The servers' caches were flushed."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mooncake.router.fit import WorkFit
+from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.known import KnownPages
 from sglang_mooncake.router.looking import PAGE_TOKENS, Looker
 from sglang_mooncake.router.pages import (
@@ -232,6 +232,31 @@ def test_a_server_that_has_become_slower_is_seen_to_be() -> None:
     for took_s in [0.1] * 100 + [0.3] * 300:
         fit.learn(1000, took_s)
     assert fit.work_s(1000) == pytest.approx(0.3, rel=0.05)
+
+
+def test_a_server_whose_first_prompt_was_slow_is_taken_to_be_like_its_kin() -> None:
+    kin = Kin()
+    slow, fast = WorkFit(kin), WorkFit(kin)
+    slow.learn(16, 4.0)
+    assert slow.work_s(1000) > 10.0
+    for n in range(1, 30):
+        fast.learn(100 * n, 0.1 * n)
+    few_s = slow.work_s(1000)
+    assert few_s < 2.5
+    assert fast.work_s(1000) == pytest.approx(1.0, rel=0.1)
+    for n in range(1, 1000):
+        fast.learn(100 * (n % 30), 0.1 * (n % 30))
+    assert slow.work_s(1000) == pytest.approx(fast.work_s(1000), rel=0.1)
+
+
+def test_a_server_that_is_slower_than_its_kin_is_seen_to_be() -> None:
+    kin = Kin()
+    slow, fast = WorkFit(kin), WorkFit(kin)
+    for n in range(200):
+        slow.learn(100 * (n % 30), 0.3 * (n % 30))
+        fast.learn(100 * (n % 30), 0.1 * (n % 30))
+    assert slow.work_s(1000) == pytest.approx(3.0, rel=0.15)
+    assert fast.work_s(1000) == pytest.approx(1.0, rel=0.25)
 
 
 # --- the choice ---
