@@ -36,6 +36,7 @@ from sglang_mooncake.router.asking import Asking
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder, request_headers
+from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.membership import Membership
 from sglang_mooncake.router.metrics import Counts, Known, text
 from sglang_mooncake.router.options import CACHE_AWARE, Options
@@ -80,10 +81,11 @@ async def make_app(
     clock: Callable[[], float] = time.monotonic,
     keys: Keys = _NO_KEYS,
     pool: StoreSource | None = None,
+    tokens: Tokens | None = None,
 ) -> web.Application:
     """The application in front of ``servers``, for the running loop. What it opens it closes when
     it is cleaned up. ``keys``: of the deployment's secret, for registries. ``pool``: the store
-    that prefill servers load from."""
+    that prefill servers load from. ``tokens``: the model's tokenizer."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         auto_decompress=False,
@@ -91,7 +93,7 @@ async def make_app(
     )
     counts = Counts()
     forwarder = Forwarder(session, options.request_timeout_s, options.max_body_bytes, clock)
-    routing = Routing(options, servers, forwarder, counts, random, clock, pool)
+    routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
     prober = Prober(session, servers, options, clock)
     watching = [asyncio.create_task(_kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:

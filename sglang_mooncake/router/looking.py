@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, own_names, seed_of, text_names
 from sglang_mooncake.router.placement import Look
 from sglang_mooncake.router.prompts import cached_max, prompt_of
-from sglang_mooncake.router.sglang_http import given, member
+from sglang_mooncake.router.sglang_http import Body, given, member
 
-__all__ = ["PAGE_TOKENS", "Looker"]
+__all__ = ["PAGE_TOKENS", "Looker", "Tokens"]
 
 PAGE_TOKENS: Final = 16
 """Tokens of a page of the router's own memory."""
@@ -25,13 +24,28 @@ _FADE: Final = 0.98
 _PRIVATE: Final = ("extra_key", "lora_path", "image_data", "video_data", "audio_data")
 
 
+class Tokens(Protocol):
+    """The model's tokenizer and chat template (``tokenizing.TextTokens``)."""
+
+    def of(self, body: Body, path: str, text: str) -> tuple[int, ...] | None:
+        """Of a request whose prompt has this text; None where they are not known."""
+
+
 class Looker:
     """Names prompts. How many tokens a text has it guesses, by what servers have told of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Tokens | None = None) -> None:
+        """``tokens``: of texts, where the model's tokenizer is known."""
         self._tokens, self._bytes = FIRST_TOKENS_PER_BYTE, 1.0
+        self._tokens_of = tokens
 
-    def look(self, body: Mapping[str, msgspec.Raw], path: str) -> Look:
+    @property
+    def takes_time(self) -> bool:
+        """Whether ``look`` makes tokens of text, in a time that others notice where it is long. It
+        may be called in another thread then."""
+        return self._tokens_of is not None
+
+    def look(self, body: Body, path: str) -> Look:
         """Of a batch its first prompt; without names where there is none to be read."""
         prompt = prompt_of(body, path)
         if prompt is None:
@@ -45,6 +59,8 @@ class Looker:
         salt = member(body, "cache_salt")
         seed = seed_of(_text_in(salt), private)
         most = cached_max(body, path)
+        if isinstance(prompt, str) and self._tokens_of is not None:
+            prompt = self._tokens_of.of(body, path, prompt) or prompt
         if isinstance(prompt, str):
             per_byte = self._tokens / self._bytes
             size = len(prompt.encode(errors="surrogatepass"))

@@ -78,6 +78,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str | None
     #: Settings of the store that prefill servers load from; None: they have none.
     store: str | None
+    #: The directory of the model, whose tokenizer makes tokens of texts; None: texts are compared.
+    tokenizer: str | None
     #: URLs of prefill servers, each with the port of its registry; None is the server's setting.
     prefill: tuple[tuple[str, int | None], ...]
     decode: tuple[str, ...]
@@ -145,6 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="the store that the prefill servers load from: its settings there, such as"
         """ '{"index": "redis://10.0.0.9:6379"}'; '{}' for this host's (cache_aware alone; none)""",
+    )
+    add(
+        "--tokenizer-path",
+        metavar="DIR",
+        help="the directory of the model: its tokenizer and chat template tell the tokens of texts,"
+        " by which servers and the store know their caches (texts are compared as they are)",
     )
     add(
         "--policy",
@@ -243,6 +251,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
         registries=registries,
         secret_file=parsed.secret_file,
         store=parsed.store,
+        tokenizer=parsed.tokenizer_path,
         prefill=prefill,
         decode=decode,
         prefill_policy=parsed.prefill_policy or parsed.policy,

@@ -28,7 +28,7 @@ from sglang_mooncake.router.forwarding import (
     Pair,
     request_headers,
 )
-from sglang_mooncake.router.looking import Looker
+from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
@@ -46,6 +46,8 @@ BODY_S: Final = 120.0
 #: A server that has just started is known to be well after the next probe of one that is ill.
 WELL_SOON_S: Final = 2.0
 LOOK_AGAIN_S: Final = 0.1
+#: Tokens of a longer request, which take a millisecond or more, are made beside the loop.
+LONG_TEXT_BYTES: Final = 8 << 10
 #: Failed requests that are logged one by one before their rate is bounded.
 LINES_AT_ONCE: Final = 16
 #: The content of an error answer that the router gives by itself.
@@ -64,15 +66,17 @@ class Routing:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
         pool: Pool | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
-        """``pool``: a store that all prefill servers load from."""
+        """``pool``: a store that all prefill servers load from; ``tokens``: the tokenizer of the
+        model, for prompts that are text."""
         self._pool = pool
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
         self._kin = Kin()
         self._views: dict[Server, PrefillView] = {}
         self.servers_changed()
-        self._looker = Looker()
+        self._looker = Looker(tokens)
         policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
         self._choosers: dict[Role, Chooser] = {
             role: Chooser(policies[role], random) for role in ROLES
@@ -106,9 +110,13 @@ class Routing:
     async def _answered(self, request: web.Request) -> tuple[web.StreamResponse, str]:
         """The answer, and how the request has ended (``metrics.ENDS``)."""
         try:
-            body = body_of(await whole(request))
+            raw = await whole(request)
+            body = body_of(raw)
             ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
-            look = self._look(ask)
+            if self._looker.takes_time and len(raw) > LONG_TEXT_BYTES:
+                look = await asyncio.to_thread(self._look, ask)
+            else:
+                look = self._look(ask)
         except RequestError as error:
             return error_response(HTTPStatus.BAD_REQUEST, str(error)), "bad request"
         failed: Failed | None = None

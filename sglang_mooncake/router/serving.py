@@ -19,7 +19,8 @@ from bootstrap_server.admission.refusals import http_logger
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file
 from sglang_mooncake.router.app import make_app, servers_of
-from sglang_mooncake.router.options import Options
+from sglang_mooncake.router.looking import Tokens
+from sglang_mooncake.router.options import CACHE_AWARE, Options
 
 if TYPE_CHECKING:
     from sglang_mooncake.router.store_source import StoreSource
@@ -52,11 +53,13 @@ def serve(options: Options) -> int:
             keys = _keys(options.secret_file)
             option = "--store"
             pool = None if options.store is None else _pool(options.store, keys, undo)
+            option = "--tokenizer-path"
+            tokens = _tokens(options)
         except (ValueError, OSError) as error:
             sys.stderr.write(f"sglang-mooncake router: {option}: {error}\n")
             return EXIT_REFUSED
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(options, keys, pool))
+            return runner.run(_serve(options, keys, pool, tokens))
 
 
 def _keys(path: str | None) -> Keys:
@@ -70,11 +73,32 @@ def _pool(settings: str, keys: Keys, undo: contextlib.ExitStack) -> StoreSource:
     return StoreSource(undo.enter_context(open_store(settings, keys)))
 
 
-async def _serve(options: Options, keys: Keys, pool: StoreSource | None) -> int:
+def _tokens(options: Options) -> Tokens | None:
+    if options.tokenizer is None:
+        if options.prefill_policy == CACHE_AWARE:
+            logger.info(
+                "prompts that come as text are compared as text, which is a guess: --tokenizer-path"
+                " names the directory of the model, whose tokenizer tells their tokens"
+            )
+        return None
+    try:
+        from sglang_mooncake.router.tokenizing import load
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is missing: install sglang-mooncake[router], or SGLang"
+        ) from error
+    return load(options.tokenizer)
+
+
+async def _serve(
+    options: Options, keys: Keys, pool: StoreSource | None, tokens: Tokens | None
+) -> int:
     stop = asyncio.Event()
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = await make_app(options, servers_of(options), SystemRandom(), keys=keys, pool=pool)
+    app = await make_app(
+        options, servers_of(options), SystemRandom(), keys=keys, pool=pool, tokens=tokens
+    )
     runner = web.AppRunner(
         app,
         access_log=None,

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.router.app import VIEWS, make_app, servers_of
+from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.servers import Role, Server, Servers
 from sglang_mooncake.router.store_source import StoreSource
@@ -218,6 +219,7 @@ def options(**more: Any) -> Options:
         "registries": (),
         "secret_file": None,
         "store": None,
+        "tokenizer": None,
         "prefill_policy": "round_robin",
         "decode_policy": "round_robin",
         "request_timeout_s": BOUND_S,
@@ -245,11 +247,13 @@ class World:
         are_named: bool = True,
         keys: Keys = _NO_KEYS,
         pool: StoreSource | None = None,
+        tokens: Tokens | None = None,
         **more: Any,
     ) -> None:
         """``are_named``: the router knows the servers from the beginning. ``more``: of the router's
         options."""
-        self._are_named, self._keys, self._pool = are_named, keys, pool
+        self._are_named, self._keys = are_named, keys
+        self._pool, self._tokens = pool, tokens
         rooms: set[int] = set()
         self.prefill = [FakeServer("prefill", rooms) for _ in range(prefill)]
         self.decode = [FakeServer("decode", rooms) for _ in range(decode)]
@@ -270,7 +274,9 @@ class World:
                 decode=tuple(one.url for one in self.decode),
             )
         self.servers = servers_of(told)
-        app = await make_app(told, self.servers, Random(7), keys=self._keys, pool=self._pool)
+        app = await make_app(
+            told, self.servers, Random(7), keys=self._keys, pool=self._pool, tokens=self._tokens
+        )
         self.views = app[VIEWS]
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()

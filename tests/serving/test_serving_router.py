@@ -87,8 +87,11 @@ def deployment(
             fleet.server("decode", options),
         ]
         router = fleet.router(servers[:2], servers[2:], kind="ours")
+        reads = ("--tokenizer-path", str(model))
         alone = {
-            one: fleet.router(one, servers[2], name=f"router-{number}", kind="ours")
+            one: fleet.router(
+                one, servers[2], name=f"router-{number}", kind="ours", extra_args=reads
+            )
             for number, one in enumerate(servers[:2])
         }
         given = ("--registry", address)
@@ -139,6 +142,24 @@ def test_a_prompt_that_goes_on_is_found_where_it_is_expected(deployment: Deploym
     )["events"]
     assert events["losses"] == 0
     assert events["pages"] > 0
+
+
+def test_a_text_is_found_by_the_tokens_that_servers_make_of_it(deployment: Deployment) -> None:
+    one = replace(deployment, router=deployment.alone[deployment.telling])
+    before = one.seen(deployment.telling)
+    text = "pages of keys and values move from one server to the other, " * 8
+    for more in ("and back", "and back again", "and once more"):
+        body = {"text": text + more, "sampling_params": {"max_new_tokens": 4}}
+        answer = requests.post(f"{one.router.url}/generate", json=body, timeout=BOUND_S)
+        assert answer.status_code == 200, answer.text
+        until(lambda: one.seen(deployment.telling)["requests"] == 0)
+    after = one.seen(deployment.telling)
+    found, expected = (
+        after[name] - before[name] for name in ("cached_tokens", "expected_cached_tokens")
+    )
+    assert found > 0
+    # By the guess of text its pages would be of other lengths.
+    assert expected == pytest.approx(found, rel=0.03)
 
 
 def test_a_choice_knows_which_cache_has_the_prompt(deployment: Deployment) -> None:
