@@ -40,7 +40,15 @@ from kvstore.host.place import Place
 from kvstore.host.pool import HostManaging, HostPool
 from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import ANY, LOWER_TIER, OWNERS_MAX, Found, Keys, fingerprint_of
+from kvstore.objects.changes import (
+    ANY,
+    LOWER_TIER,
+    OWNERS_MAX,
+    Found,
+    Keys,
+    Records,
+    fingerprint_of,
+)
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
@@ -192,7 +200,7 @@ class Store:
             signature: ``Signature.digest``.
             nbytes: the size of each object.
         """
-        places = self._owners.look_up(keys, fingerprint_of(signature, nbytes))
+        places = self._look_up(keys, signature, nbytes)
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         self._count_lookups(found, places["found"] == Found.OTHER)
         return found
@@ -231,9 +239,13 @@ class Store:
         """How long loading these objects takes; None while that is not known."""
         return self.load_times.expected_s(self._run(keys, signature, nbytes, count=False), nbytes)
 
+    def _look_up(self, keys: Keys, signature: bytes, nbytes: int) -> Records:
+        ranks = self._owners.ranks_for(nbytes)
+        return self._owners.look_up(keys, fingerprint_of(signature, nbytes), ranks)
+
     def _run(self, keys: Keys, signature: bytes, nbytes: int, *, count: bool) -> Numbers:
         """The sources of the objects before the first one that is not stored."""
-        places = self._owners.look_up(keys, fingerprint_of(signature, nbytes))
+        places = self._look_up(keys, signature, nbytes)
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         if count:
             self._count_lookups(found, places["found"] == Found.OTHER)

@@ -169,6 +169,10 @@ class Owners:
         """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
         return self.table.ranks
 
+    def ranks_for(self, nbytes: int) -> bytes:  # noqa: ARG002
+        """See ``Pool``: all can be."""
+        return self.ranks
+
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """``ranks``, without some owners."""
         if not numbers:

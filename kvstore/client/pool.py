@@ -46,6 +46,10 @@ class Pool(Protocol):
         """For ``look_up``: 0 for owners that cannot be used."""
         ...
 
+    def ranks_for(self, nbytes: int) -> bytes:
+        """``ranks``, without owners of which objects of this size cannot be read here."""
+        ...
+
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """``ranks``, without some owners."""
         ...

@@ -184,6 +184,13 @@ class HostPool:
             return bytes(OWNERS_MAX)
         return link.table.ranks if self._joined() is link else OWN_ALONE
 
+    def ranks_for(self, nbytes: int) -> bytes:
+        """See ``Pool``: what lies elsewhere has to fit into the host's memory."""
+        link, ranks = self._link, self.ranks
+        if link is None or nbytes <= link.caller.hello.object_bytes_max:
+            return ranks
+        return bytes(map(min, ranks, OWN_ALONE))
+
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """See ``Pool``."""
         ranks = bytearray(self.ranks)
