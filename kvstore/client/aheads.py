@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.owner.owner import Grant
+from kvstore.owner.claims import Grant
 from kvstore.protocol.messages import Ahead
 
 __all__ = ["Aheads", "Claimed"]

@@ -22,7 +22,7 @@ from kvstore import _bytes
 from kvstore._table import Table
 from kvstore.client.aheads import Aheads
 from kvstore.objects.changes import CHANGE, LOWER_TIER, OWNERS_MAX, Keys, fingerprint_of
-from kvstore.owner.owner import OwnerCard
+from kvstore.owner.card import OwnerCard
 from kvstore.protocol.asking import Asker, NoAnswer
 from kvstore.protocol.loop import Loop
 from kvstore.protocol.messages import (

@@ -21,7 +21,8 @@ from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
 from kvstore.objects.outcomes import Pinned
 from kvstore.objects.pieces import U64, Pieces
-from kvstore.owner.owner import AHEAD_BYTES_MAX, Grant, Owner
+from kvstore.owner.claims import AHEAD_BYTES_MAX, Grant
+from kvstore.owner.owner import Owner
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.messages import (

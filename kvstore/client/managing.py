@@ -17,7 +17,7 @@ from kvstore.client.handles import Handle
 from kvstore.client.pool import Pool
 from kvstore.objects.changes import ANY, Found, Keys
 from kvstore.objects.outcomes import Pinned, Removed
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.messages import Answer, Gone
 from kvstore.rules.pins import PIN_S_MAX

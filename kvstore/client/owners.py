@@ -30,7 +30,9 @@ from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.owner.answering import Answerer
 from kvstore.owner.answers import answer
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
+from kvstore.owner.card import OwnerCard
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
+from kvstore.owner.owner import Owner
 from kvstore.owner.service import Service
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller, Window

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.client.handles import Handle
 from kvstore.client.pool import Pool
 from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprint_of
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.rules.tiered_table import PromotionState
 

@@ -18,7 +18,7 @@ from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 
 __all__ = ["Puts"]
 

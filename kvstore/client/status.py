@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.client.load_times import AdmissionCounts
-from kvstore.owner.owner import OwnerStats
+from kvstore.owner.card import OwnerStats
 from te.printable import printable
 
 __all__ = ["QUESTION", "OwnerSeen", "StoreStatus", "lines", "status_of"]

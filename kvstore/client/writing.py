@@ -16,7 +16,7 @@ from kvstore.objects.changes import Keys
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import Grant
+from kvstore.owner.claims import Grant
 from kvstore.protocol.asking import NoAnswer
 from kvstore.rules.object_table import Verdict
 

@@ -19,7 +19,7 @@ from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.messages import (

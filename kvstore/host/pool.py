@@ -34,7 +34,7 @@ from kvstore.host.handle import HOST, HostHandle
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
 from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Keys, Records
-from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped

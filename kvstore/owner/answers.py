@@ -11,7 +11,8 @@ import numpy as np
 import te
 from kvstore.objects.changes import KEY_BYTES, Keys
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import CLAIM_IS_OVER, Content, Held, Owner
+from kvstore.owner.claims import CLAIM_IS_OVER, Content, Held
+from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
     VERSION,
     Abandon,

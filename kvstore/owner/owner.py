@@ -15,11 +15,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,20 @@ from kvstore.objects.copying import Copier, Foreign
 from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Pinned
 from kvstore.objects.pieces import U64, Pieces
+from kvstore.owner.card import OwnerCard, OwnerStats
+from kvstore.owner.claims import (
+    CLAIM_IS_OVER,
+    CLAIM_OBJECTS_MAX,
+    FENCE_TIMEOUT_S,
+    NO_CONTENT,
+    AheadClaims,
+    Content,
+    Grant,
+    Held,
+    Opened,
+)
 from kvstore.owner.opening import open_tier
+from kvstore.owner.removed import Removed
 from kvstore.owner.tiering import Tiering
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
@@ -46,150 +59,20 @@ from kvstore.rules.object_table import Claim, Verdict
 from kvstore.rules.removals import Removals
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found, Tier, Usage
-from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.tombstones import Tombstones
 
-__all__ = [
-    "AHEAD_BYTES_MAX",
-    "CLAIM_IS_OVER",
-    "CLAIM_OBJECTS_MAX",
-    "Content",
-    "Grant",
-    "Held",
-    "Owner",
-    "OwnerCard",
-]
+__all__ = ["Owner"]
 
 logger = logging.getLogger(__name__)
 
-Told = TypeVar("Told")
-
-CLAIM_OBJECTS_MAX: Final = 4096
-AHEAD_BYTES_MAX: Final = 8 << 20
-"""Of a claim ahead. To ask for larger ones takes little of the time that they are written in."""
-AHEAD_PART: Final = 1 / 32
-"""This part of the memory is claimed ahead at most."""
 CHANGES_KEPT: Final = 1 << 16
-CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was ended before"
-FENCE_TIMEOUT_S: Final = 5.0
 DEMOTING_PART: Final = 1 / 16
 """This part of the memory may wait to be written to the lower tier, beside that which eviction
 wants to be free (``Config.free_high``); what is evicted for puts beyond that is dropped."""
 PROMOTED_PART: Final = 8
 """1/8 of the memory is promoted for one question at most, so that it does not push out itself."""
-TOMBSTONES_MAX: Final = 4
-"""Requests at once that tell object storage what was removed."""
 DRAIN_S: Final = 20.0
 """How long an owner that ends writes what lies in memory alone to the lower tier."""
-
-
-@dataclass(frozen=True)
-class OwnerCard:
-    """What a client needs to read from an owner."""
-
-    #: te's card.
-    engine: bytes
-    epoch: int
-    headers_address: int
-    slots_address: int
-    chunks: int
-    object_bytes_max: int
-    #: What a snapshot is counted in: the chunks, and behind them parts of what lies in the lower
-    #: tier.
-    parts: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """The answer to a claim."""
-
-    #: To be named when the write has ended; 0 if nothing was granted.
-    claim_id: int
-    #: For the write.
-    tag: int
-    #: One for each object that was asked for.
-    verdicts: Sequence[Verdict]
-    #: Of the granted ones, in order.
-    slots: Sequence[int]
-
-
-class _Opened(NamedTuple):
-    """Of a claim."""
-
-    tag: int
-    writer: te.Identity
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a client says of the objects that it has written under a claim."""
-
-    #: One for each; empty: the owner computes them.
-    checksums: U64
-    #: Of a claim ahead; else empty.
-    keys: Keys
-    signature: bytes
-
-
-NO_CONTENT: Final = Content(np.zeros(0, np.uint64), np.zeros((0, 16), np.uint8), bytes(16))
-
-
-@dataclass
-class Held:
-    """A claim that was ended, and whose slots are kept until nothing can land there any more."""
-
-    claim: Claim
-    writer: te.Identity
-    #: None: its tag was closed before.
-    fence: te.Fence | None
-    #: What had arrived by then: writes and their bytes.
-    arrived: int
-    nbytes: int
-    #: When its tag was closed, by the owner's clock, and whether the log has it that this takes
-    #: long.
-    closed_s: float
-    is_told: bool = False
-
-    def is_closed(self) -> bool:
-        """Whether nothing can land there. Does not wait."""
-        return self.fence is None or self.fence.poll()
-
-    def wait(self, timeout_s: float = math.inf) -> None:
-        """Until it is, or for ``FENCE_TIMEOUT_S`` at most."""
-        if self.fence is not None:
-            with contextlib.suppress(te.FenceTimeout):
-                self.fence.wait(min(timeout_s, FENCE_TIMEOUT_S))
-
-
-@dataclass
-class OwnerStats:
-    """What an owner holds and has done."""
-
-    objects: int = 0
-    claims: dict[str, int] = field(default_factory=dict)
-    published: int = 0
-    abandoned: int = 0
-    evicted: int = 0
-    removed: int = 0
-    changes: int = 0
-    #: Of the slots that objects and claims have.
-    bytes_used: int = 0
-    #: In the lower tier: objects and their bytes, and what it could hold.
-    lower_tier: int = 0
-    lower_tier_bytes: int = 0
-    lower_tier_capacity: int = 0
-    #: Objects that are being written there.
-    demoting: int = 0
-    #: Objects that were written there, and read from there into memory.
-    demoted: int = 0
-    promoted: int = 0
-    #: Objects that were evicted without a copy in the lower tier.
-    dropped: int = 0
-    #: Reads and writes of the tier that failed, and objects that were not as they were written.
-    tier_failed: int = 0
-    tier_corrupted: int = 0
-    #: Objects that must not be evicted.
-    pinned: int = 0
 
 
 class Owner:
@@ -254,20 +137,15 @@ class Owner:
                 sums = headers["checksum"]
                 kept, dropped = self._table.adopt(lambda slot, _: int(sums[slot]))
                 logger.info("the last owner's memory has %d objects; %d dropped", kept, dropped)
-            #: Where it is told at once what was removed from the tier.
-            self._tombstones: Tombstones | ObjectTombstones | None = None
-            #: How often that is to be told still, and who tells it to object storage.
-            self._telling_count = 0
-            self._telling = ThreadPoolExecutor(TOMBSTONES_MAX, "kvstore-tombstones")
-            undo.callback(self._telling.shutdown)
+            self._removed = Removed(self._lock, str(config.disk or config.objects))
+            undo.callback(self._removed.close)
             self._tiering = self._open_tier()
             if self._tiering is not None:
                 undo.callback(self._tiering.close, 0.0)
             self.region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
-        self._tags: dict[int, _Opened] = {}
-        #: Bytes of the claim ahead that a client has.
-        self._ahead: dict[te.Identity, int] = {}
+        self._tags: dict[int, Opened] = {}
+        self._aheads = AheadClaims(config.memory)
         self._unfenced: list[Held] = []
         self._removals = Removals()
         self.card: Final = OwnerCard(
@@ -289,11 +167,10 @@ class Owner:
         opened = open_tier(self._config, self._slab.object_bytes_max)
         if opened is None:
             return None
-        tier, self._tombstones = opened.tier, opened.stones
+        tier, self._removed.stones = opened.tier, opened.stones
         try:
             found = self._without_removed(tier, tier.found())
         except BaseException:
-            self._tombstones.close()
             tier.close()
             raise
         taken = self._table.adopt_lower_tier(found)
@@ -307,12 +184,13 @@ class Owner:
 
     def _without_removed(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
         """What lies in the lower tier, less what was removed before a former process was killed."""
-        if not isinstance(self._tombstones, Tombstones):
+        stones = self._removed.stones
+        if not isinstance(stones, Tombstones):
             return found  # Object storage has left it out already.
-        removed = set(self._tombstones.removed([one.name for one in found]))
+        removed = set(stones.removed([one.name for one in found]))
         tier.remove(list(removed))
         if not (removed and self._config.objects):  # These follow a disk in their own time.
-            self._tombstones.reset()
+            stones.reset()
         return [one for one in found if one.name not in removed]
 
     def close(self) -> None:
@@ -329,9 +207,7 @@ class Owner:
         finally:
             if self._tiering is not None:
                 self._tiering.close(DRAIN_S if self._file is None else 0.0)
-            self._telling.shutdown()
-            if self._tombstones is not None:
-                self._tombstones.close()
+            self._removed.close()
         if self._file is not None:
             self._file.close()
 
@@ -365,21 +241,18 @@ class Owner:
         nbytes, writer = held.claim.nbytes, held.writer
         deadline_s = self._clock() + self._config.claim_timeout_s
         with self._lock:
-            used = sum(self._ahead.values())
-            if not count or count * nbytes > AHEAD_BYTES_MAX or writer in self._ahead:
-                return None
-            if used + count * nbytes > self._config.memory * AHEAD_PART:
+            if not self._aheads.may_have(writer, count * nbytes):
                 return None
             claim = self._table.claim_ahead(count, nbytes, deadline_s)
             if claim is None:
                 return None
-            self._ahead[writer] = count * nbytes
+            self._aheads.begin(writer, count * nbytes)
             return self._open(claim, writer)
 
     def _open(self, claim: Claim, writer: te.Identity) -> Grant:
         """With the lock."""
         tag = te.new_tag()
-        self._tags[claim.id] = _Opened(tag, writer)
+        self._tags[claim.id] = Opened(tag, writer)
         addresses = self._addresses(claim)
         ranges = np.stack([addresses, np.full(len(addresses), claim.nbytes, np.uint64)], axis=1)
         self._engine.expect(tag, writer, ranges)
@@ -561,8 +434,10 @@ class Owner:
             tiered = [one for one in names if one in ledger or one in ledger.demoting]
             found: Sequence[bool] = self._table.remove(keys, signature)
             self._removals.add(names, self._clock())
-            self._telling_count += 1
-        return self._tell_soon(lambda stones: stones.remove(tiered), found, waits=bool(tiered))
+            self._removed.begin()
+        told = self._removed.tell(lambda stones: stones.remove(tiered), found, waits=bool(tiered))
+        self._has_changed()
+        return told
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature, as ``remove``; returns how many there were."""
@@ -573,8 +448,10 @@ class Owner:
         with self._lock:
             count = self._table.clear(signature)
             self._removals.add([signature], self._clock())
-            self._telling_count += 1
-        return self._tell_soon(lambda stones: stones.clear(signature), count, waits=True)
+            self._removed.begin()
+        told = self._removed.tell(lambda stones: stones.clear(signature), count, waits=True)
+        self._has_changed()
+        return told
 
     def sizes(self, keys: Keys, signature: bytes) -> Sequence[int]:
         """See ``ObjectTable.sizes``."""
@@ -612,7 +489,9 @@ class Owner:
             self.tell()
         if self._tiering is not None:
             self._tiering.wake()
-        self._forget_tombstones()
+        # Object storage follows a disk in its own time: the next start sees whether it has.
+        if self._tiering is not None and not (self._config.disk and self._config.objects):
+            self._removed.forget(self._tiering)
         for one in overdue:
             if one.keys:  # Else it was made ahead, for what has not come.
                 logger.warning(
@@ -677,48 +556,6 @@ class Owner:
                 len(self._table.pins),
             )
 
-    def _tell_soon(
-        self, write: Callable[[Tombstones | ObjectTombstones], None], result: Told, *, waits: bool
-    ) -> Future[Told]:
-        """``waits``: if it is told to object storage, that takes its time."""
-        future: Future[Told] = Future()
-        if waits and isinstance(self._tombstones, ObjectTombstones):
-            future = self._telling.submit(self._tell_removed, write, result)
-        else:
-            future.set_result(self._tell_removed(write, result))
-        self._has_changed()
-        return future
-
-    def _tell_removed(
-        self, write: Callable[[Tombstones | ObjectTombstones], None], result: Told
-    ) -> Told:
-        """Ends what ``_telling_count`` counts. A tier that takes no more writes may keep what is
-        removed."""
-        try:
-            if self._tombstones is not None:
-                write(self._tombstones)
-        except OSError as exc:
-            logger.warning(
-                "what is removed from %s may be found again if this process is killed now: %s",
-                self._config.disk or self._config.objects,
-                exc,
-            )
-        finally:
-            with self._lock:
-                self._telling_count -= 1
-        return result
-
-    def _forget_tombstones(self) -> None:
-        """Once all that was removed is wiped from the tier. Object storage follows a disk in its
-        own time: the next start sees whether it has."""
-        stones = self._tombstones
-        if stones is None or stones.is_empty or (self._config.disk and self._config.objects):
-            return
-        assert self._tiering is not None
-        with self._lock:
-            if self._tiering.is_idle and not self._telling_count:
-                stones.reset()
-
     def _has_changed(self) -> None:
         self.tell()
         if self._tiering is not None:
@@ -747,7 +584,7 @@ class Owner:
                 return None
             tag, writer = self._tags.pop(claim_id)
             if not claim.keys:
-                self._ahead.pop(writer, None)
+                self._aheads.end(writer)
         # Before it is closed: te forgets the tag behind its fence.
         arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
         return Held(claim, writer, self._engine.revoke(tag), arrived, nbytes, self._clock())

@@ -18,9 +18,10 @@ import zmq
 
 from bootstrap_server.admission.unauthenticated import UnauthenticatedConnections
 from kvstore.owner.answers import answer, is_slow, published
+from kvstore.owner.claims import CLAIM_IS_OVER, FENCE_TIMEOUT_S
 from kvstore.owner.fencing import Fencing
 from kvstore.owner.followers import FOLLOWERS_MAX, Followers
-from kvstore.owner.owner import CLAIM_IS_OVER, FENCE_TIMEOUT_S, Owner
+from kvstore.owner.owner import Owner
 from kvstore.protocol.loop import Loop
 from kvstore.protocol.messages import (
     Answer,

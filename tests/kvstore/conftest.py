@@ -16,7 +16,7 @@ from store_far import Far
 from store_makers import TIMEOUT_S, config, engine
 
 from kvstore.membership import members
-from kvstore.owner import answering, fencing, service
+from kvstore.owner import answering, claims, fencing, service
 from kvstore.owner import owner as owner_module
 from kvstore.protocol import loop
 from kvstore.store import Store
@@ -33,7 +33,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (answering, fencing, loop):
         monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", TIMEOUT_S)
-    for waiting in (owner_module, service):
+    for waiting in (claims, owner_module, service):
         monkeypatch.setattr(waiting, "FENCE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(owner_module, "DRAIN_S", TIMEOUT_S)
     monkeypatch.setattr(members, "TIMEOUT_S", TIMEOUT_S)

@@ -19,7 +19,8 @@ from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.owner import Content, Owner
+from kvstore.owner.claims import Content
+from kvstore.owner.owner import Owner
 from kvstore.protocol.asking import Asker
 from kvstore.protocol.messages import Ahead, Claim, Publish, Question
 from kvstore.rules.object_table import AHEAD_FREE, Verdict
@@ -221,7 +222,7 @@ def test_a_client_has_one_and_they_are_a_small_part_of_the_memory(
     own = own_of(owner)
     assert put(far_guest, 0) == [Put.STORED] * N
     engine = far_guest._memory.engine
-    assert own._ahead == {te.Identity(engine.id, engine.epoch): N * NBYTES}
+    assert own._aheads._nbytes == {te.Identity(engine.id, engine.epoch): N * NBYTES}
     handle = handle_of(far_guest, 1)
     grant = handle.claim(keys(1, 9), SIG, NBYTES, TIMEOUT_S)
     held = own.begin_publishing(grant.claim_id)

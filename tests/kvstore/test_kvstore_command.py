@@ -27,7 +27,7 @@ from kvstore.config import Config
 from kvstore.membership.directory import Directory
 from kvstore.networking import engine_of
 from kvstore.objects.outcomes import Got, Put
-from kvstore.owner.owner import OwnerStats
+from kvstore.owner.card import OwnerStats
 from kvstore.store import Store
 from te import checkout
 

@@ -33,7 +33,7 @@ from kvstore.metrics import http
 from kvstore.metrics.http import MetricsServer
 from kvstore.metrics.table import METRICS, PREFIX, Key, counters, gauges, text
 from kvstore.objects.outcomes import Got, Put
-from kvstore.owner.owner import OwnerStats
+from kvstore.owner.card import OwnerStats
 from kvstore.store import Store
 from te.version import version
 

@@ -100,7 +100,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
                 store.remove(KEYS[:50], SIG)
             shutil.copytree(directory / "bucket", copy)
             go_on.set()
-        until(lambda: owner_of(store)._tombstones.is_empty, "the bundles tell it")
+        until(lambda: owner_of(store)._removed.stones.is_empty, "the bundles tell it")
     copy.chmod(0o700)
     with Store(with_objects(directory, objects=copy.as_uri())) as store:
         found = below(store)

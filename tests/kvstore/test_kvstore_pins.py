@@ -18,7 +18,7 @@ from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES, Slab
 from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.objects.outcomes import Pinned, Put
-from kvstore.owner.owner import OwnerStats
+from kvstore.owner.card import OwnerStats
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.pinned_table import PinnedTable

@@ -169,7 +169,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
             store.remove(KEYS[:50], SIG)
         shutil.copytree(directory / "disk", copy)
         go_on.set()
-        until(lambda: owner_of(store)._tombstones.is_empty, "all is wiped")
+        until(lambda: owner_of(store)._removed.stones.is_empty, "all is wiped")
     with Store(with_disk(directory, disk=copy)) as store:
         found = below(store)
         assert not found[:50].any()
