@@ -40,7 +40,7 @@ ALLOWED = {
     "kvstore/metrics": {"aiohttp", "bootstrap_server", "te"},
     "kvstore/objects": {"msgspec", "numpy", "te", "xxhash"},
     "kvstore/owner": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
-    "kvstore/protocol": {"bootstrap_server", "msgspec", "numpy", "zmq"},
+    "kvstore/protocol": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     "kvstore/rules": {"numpy"},
     "kvstore/tiers": {"numpy", "obstore", "xxhash"},
     # Of these, what is installed.
