@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import te
+from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.layout import (
     Cells,
     CompletionRecord,
@@ -101,6 +102,28 @@ def _is_over(job: Job) -> bool:
         return True
 
 
+class _Unmade:
+    """Digests that could not be made or compared, in the log at a bounded rate."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+
+    def log(self, what: str, error: Exception) -> None:
+        left_out = self._pace.left_out()
+        if left_out is None:
+            return
+        more = f" ({left_out} more such lines were left out)" if left_out else ""
+        logger.warning("%s%s", what, more, exc_info=None if _is_ordinary(error) else error)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if _is_ordinary(error) else f"internal error: {error!r}"
+
+
+def _is_ordinary(error: Exception) -> bool:
+    return isinstance(error, te.Error | ValueError)
+
+
 def digester_of(engine: te.Engine, verify: Verify) -> te.Digester | None:
     """None where registered memory cannot be read, such as a GPU's in a context of somebody else's:
     then nothing is digested here.
@@ -129,6 +152,7 @@ class SentDigests:
         self, digester: te.Digester | None, recorder: Recorder, post: Callable[[Digested], None]
     ) -> None:
         self._digester, self._recorder, self._post = digester, recorder, post
+        self._unmade = _Unmade()
         self._thread = DigestThread("kv-prefill-digests")
 
     def start(self) -> None:
@@ -149,27 +173,19 @@ class SentDigests:
             message = self._message(asked)
         except Unwanted:
             pass
-        except (te.Error, ValueError) as error:
-            failure = str(error)
-        except Exception as error:
-            logger.exception("internal error: no digests of room %d", room.number)
-            failure = f"internal error: {error!r}"
+        except Exception as error:  # noqa: BLE001 - it is logged, and told to the peer
+            failure = _why(error)
+            self._unmade.log(f"no digests of room {room.number}: {failure}", error)
         self._post(Digested(room, asked.peer, message, failure))
         return True
 
     def _message(self, asked: Digest) -> RoomDigests:
         assert self._digester is not None
-        cells, nbytes = _sizes(asked.lists)
         # The engine has all writes of the room by now: nothing that moves them can know the seed.
-        drawn, seed = sample_size(asked.verify, cells, nbytes), secrets.randbits(64)
-        found = _digests(asked.lists, seed, drawn, self._digester, asked.room, self._recorder)
-        return RoomDigests(
-            asked.room.number,
-            asked.generation,
-            seed,
-            drawn,
-            tuple(ListDigests.of(one) for one in found),
-        )
+        verify, seed = asked.verify, secrets.randbits(64)
+        found = _digests(asked.lists(), verify, seed, self._digester, asked.room, self._recorder)
+        lists = tuple(ListDigests.of(one) for one in found)
+        return RoomDigests(asked.room.number, asked.generation, verify, seed, lists)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +200,7 @@ class _Landed:
 class LandedDigests:
     """Of a decode rank.
 
-    digester: None of a rank that cannot compare, and takes what arrives as it is.
+    digester: None of a rank that cannot compare.
     layout, place, rank: of this rank; the last for sentences.
     landed: the completion record of what was asked for, once all of it is here, else None; raises
         `CompletionDisagrees`.
@@ -199,6 +215,7 @@ class LandedDigests:
     landed: Callable[[Compare], CompletionRecord | None]
     post: Callable[[Verified], None]
     _plans: dict[Hashable, tuple[Layout, Plan]] = field(default_factory=dict)
+    _unmade: _Unmade = field(default_factory=lambda: _Unmade())
     _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-decode-digests"))
 
     def start(self) -> None:
@@ -222,32 +239,42 @@ class LandedDigests:
             completion = self.landed(asked)
             if completion is None:
                 return False
-            if self.digester is not None:
-                failure = self._failure(_Landed(asked, completion), source, self.digester)
+            failure = self._failure(_Landed(asked, completion), source)
         except Unwanted:
             return True
         except CompletionDisagrees as error:
             failure = str(error)
-        except (te.Error, ValueError) as error:
-            failure = f"cannot compare what arrived with what {asked.link} sent: {error}"
-        except Exception as error:
-            logger.exception("internal error: no digests of room %d", room.number)
-            failure = f"internal error: {error!r}"
+        except Exception as error:  # noqa: BLE001 - it is logged, and ends a request that needs it
+            if room.view.decided:
+                return True
+            failure = self._not_compared(asked, error)
         self.post(Verified(room, asked.expected.tag, failure))
         return True
 
-    def _failure(
-        self, landed: _Landed, source: tuple[Layout, Place], digester: te.Digester
-    ) -> str | None:
+    def _not_compared(self, asked: Compare, error: Exception) -> str | None:
+        """None for a request that is one of a sample: nothing says that its bytes are wrong."""
+        reason = f"cannot compare what arrived with what {asked.link} sent: {_why(error)}"
+        self.recorder.compared("not compared")
+        self._unmade.log(f"room {asked.room.number}: {reason}", error)
+        is_for_all = Verify.ALL in (asked.message.verify, asked.request.verify)
+        return reason if is_for_all else None
+
+    def _failure(self, landed: _Landed, source: tuple[Layout, Place]) -> str | None:
         """None if all is as it was sent."""
         asked, message = landed.compare, landed.compare.message
+        if message.failure is not None:
+            raise te.DigestError(f"it has made no digests: {message.failure}")
+        if self.digester is None:
+            raise te.DigestError(f"{self.rank} cannot read its memory, as it logged at its start")
         theirs = [one.digests for one in message.lists]
         lists = self._cells(landed, theirs, source)
-        found = _digests(lists, message.seed, message.drawn, digester, asked.room, self.recorder)
+        found = _digests(
+            lists, message.verify, message.seed, self.digester, asked.room, self.recorder
+        )
         if asked.room.view.decided:
             raise Unwanted  # SGLang may have given the pages to another request meanwhile.
         differ = differences(lists, found, theirs)
-        self.recorder.verified(is_equal=not differ)
+        self.recorder.compared("different" if differ else "equal")
         if not differ:
             return None
         return (
@@ -262,7 +289,7 @@ class LandedDigests:
         asked = landed.compare
         target = asked.request.target
         assert target is not None, "nothing arrives from a source that sends nothing"
-        if asked.expected.digests and asked.message.drawn:
+        if asked.message.verify < asked.request.verify:
             raise ValueError("digests of some pages where all were asked for")
         device = target.device_pages
         return self._plan(asked.link, source).cells.of_target(
@@ -288,8 +315,8 @@ class LandedDigests:
 
 def _digests(
     lists: Sequence[Cells],
+    verify: Verify,
     seed: int,
-    drawn: int,
     digester: te.Digester,
     room: Room,
     recorder: Recorder,
@@ -297,7 +324,7 @@ def _digests(
     """Raises Unwanted once the end of the room is decided."""
     began_s = time.monotonic()
     cells, nbytes = _sizes(lists)
-    chosen = chosen_cells(seed, drawn, cells)
+    chosen = chosen_cells(seed, sample_size(verify, cells, nbytes), cells)
     found = digest(lists, chosen, digester.digests, lambda: not room.view.decided)
     part = len(chosen) / cells if cells else 1.0
     recorder.digested(len(chosen), int(nbytes * part), time.monotonic() - began_s)

@@ -45,15 +45,13 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
 TOKENS_MAX = (1 << 31) - 1
 #: A reason is one sentence. What it quotes may be long, and it is kept and passed on.
 REASON_CHARS_MAX = 1_000
-#: Cells that are drawn for one request: what is drawn is looked up, so it is bounded.
-DRAWN_MAX = 1 << 24
 #: How a rank calls itself.
 RANK_CHARS_MAX = 200
 #: Indices travel as int32.
@@ -261,18 +259,27 @@ class ListDigests(msgspec.Struct, frozen=True):
 class RoomDigests(msgspec.Struct, frozen=True, tag="room_digests"):
     """prefill → decode, behind a completion record that announces it: digests of what was sent.
 
-    seed, drawn: which cells they are of, see `chosen_cells`.
+    verify: how much is digested, the stricter of what the two ranks want.
+    seed: which cells of a sample they are of, see `chosen_cells`.
+    failure: why there are none, which is no reason to fail a request that is one of a sample; one
+        beyond REASON_CHARS_MAX is cut.
     """
 
     room: int
     generation: int
-    seed: int
-    drawn: int
-    lists: tuple[ListDigests, ...]
+    verify: Verify
+    seed: int = 0
+    lists: tuple[ListDigests, ...] = ()
+    failure: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 64 or not 0 <= self.drawn <= DRAWN_MAX:
-            raise ValueError(f"{self.drawn} cells drawn by {self.seed}")
+        if self.verify is Verify.OFF or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"digests of {self.verify.name} by {self.seed}")
+        if self.failure is None:
+            return
+        if self.lists or self.verify is Verify.ALL:
+            raise ValueError(f"digests of {self.verify.name} that could not be made")
+        _cut(self, "failure", REASON_CHARS_MAX)
 
 
 class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):

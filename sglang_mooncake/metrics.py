@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from bootstrap_server import Why, build
 from sglang_mooncake.rooms.states import ENDS
+from sglang_mooncake.stats import COMPARED
 from sglang_mooncake.story import RoomStory
 from te.reasons import Reason
 from te.stats import Stats
@@ -133,7 +134,7 @@ METRICS: Final = (
         "counter",
         ("outcome",),
         "On decode ranks: what a prefill rank has sent for a request, compared with what has"
-        " landed, by outcome: equal, different.",
+        " landed, by outcome: equal, different, not compared.",
     ),
     Metric(
         "fallbacks_total",
@@ -209,7 +210,7 @@ def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:
         ("digested_bytes_total", ()): digests["bytes"],
         ("digest_seconds_total", ()): digests["seconds"],
     }
-    for outcome in ("equal", "different"):
+    for outcome in COMPARED:
         found["digests_compared_total", (outcome,)] = digests[outcome]
     for end, count in counted["ends"].items():
         found["rooms_total", (end,)] = count

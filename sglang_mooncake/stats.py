@@ -28,12 +28,14 @@ from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.story import RoomStory, Stories, tell
 
-__all__ = ["STATS_VERSION", "STORY_ROOMS", "Recorder"]
+__all__ = ["COMPARED", "STATS_VERSION", "STORY_ROOMS", "Recorder"]
 
 logger = logging.getLogger(__name__)
 
 STATS_VERSION = 1
 STORY_ROOMS = 1024
+#: What comes of digests that a decode rank is to compare.
+COMPARED = ("equal", "different", "not compared")
 _SAMPLES_MAX = 10_000
 #: Of SGLang's scheduler.
 _CALLS = ("send", "poll")
@@ -74,7 +76,7 @@ class Recorder:
         self._bytes = 0
         #: Of the thread for digests alone.
         self._digested = [0, 0, 0.0]
-        self._verified = {True: 0, False: 0}
+        self._compared = dict.fromkeys(COMPARED, 0)
         self._in_flight = 0
         self._busy_since_s = 0.0
         self._busy_s = 0.0
@@ -129,9 +131,10 @@ class Recorder:
             for before, more in zip(self._digested, (cells, nbytes, spent_s), strict=True)
         ]
 
-    def verified(self, *, is_equal: bool) -> None:
-        """What one prefill rank has sent for a room was compared. For the same thread."""
-        self._verified[is_equal] += 1
+    def compared(self, outcome: str) -> None:
+        """What came of comparing what one prefill rank has sent for a room, of `COMPARED`. For the
+        same thread."""
+        self._compared[outcome] += 1
 
     @property
     def bytes_per_s(self) -> float:
@@ -209,14 +212,7 @@ class Recorder:
 
     def _digests(self) -> dict[str, float]:
         cells, nbytes, spent_s = self._digested
-        equal, different = self._verified[True], self._verified[False]
-        return {
-            "cells": cells,
-            "bytes": nbytes,
-            "seconds": spent_s,
-            "equal": equal,
-            "different": different,
-        }
+        return {"cells": cells, "bytes": nbytes, "seconds": spent_s, **self._compared}
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as it goes into the file."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.layout import ALL, Dealt, Layers, Verify, is_chosen
 from sglang_mooncake.layout.indices import owned
-from sglang_mooncake.messages import RoomComputed
+from sglang_mooncake.messages import RoomComputed, RoomDigests
 from sglang_mooncake.rooms.checks import chunk_problem, layers_problem
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.prefill_events import (
@@ -355,8 +356,8 @@ class PrefillRooms:
                 return
             yield self._begun(record, write)
             if recipient.is_digested:
-                generation, lists = recipient.request.generation, recipient.cells(chunk)
-                record.digesting.add(peer)
+                generation, lists = recipient.request.generation, partial(recipient.cells, chunk)
+                record.digesting[peer] = verify
                 yield Digest(record.room, peer, generation, verify, lists)
 
     def _verify_for(self, recipient: Recipient) -> Verify:
@@ -409,15 +410,20 @@ class PrefillRooms:
             yield from self._go_on(record, now_s)
 
     def _digested(self, digested: Digested) -> Iterator[Instruction]:
-        record, peer = self._table.get(digested.room), digested.peer
-        if record is None or peer not in record.digesting:
+        record, peer, message = self._table.get(digested.room), digested.peer, digested.message
+        verify = None if record is None else record.digesting.pop(peer, None)
+        if record is None or verify is None:
             return  # said before
-        record.digesting.remove(peer)
-        if digested.failure is not None:
-            reason = f"no digest of what was sent: {digested.failure}"
+        failure = digested.failure
+        if failure is not None and verify is Verify.ALL:
+            reason = f"no digest of what was sent: {failure}"
             yield from self._table.end(record, RoomState.FAILED, reason)
-        elif digested.message is not None and not record.view.decided:
-            yield Tell(peer, digested.message)
+        elif not record.view.decided:
+            if failure is not None:  # one of a sample arrives without digests
+                generation = record.recipients[peer].request.generation
+                message = RoomDigests(record.room.number, generation, verify, failure=failure)
+            if message is not None:
+                yield Tell(peer, message)
         if record.view.over:
             return  # the failure was its end
         if self._is_over(record):

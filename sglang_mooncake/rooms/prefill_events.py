@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -257,13 +257,16 @@ class Write:
 @dataclass(frozen=True, slots=True, eq=False)
 class Digest:
     """The last write to a peer has begun, and its completion record announces digests: make them of
-    these cells; `Digested` follows in any case. The room keeps its pages until then."""
+    these cells; `Digested` follows in any case. The room keeps its pages until then.
+
+    lists: the cells, for the thread that reads them; raises ValueError.
+    """
 
     room: Room
     peer: str
     generation: int
     verify: Verify
-    lists: tuple[Cells, ...]
+    lists: Callable[[], tuple[Cells, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

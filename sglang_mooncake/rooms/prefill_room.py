@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sglang_mooncake.context import SettingNames
+from sglang_mooncake.layout import Verify
 from sglang_mooncake.messages import RoomAbort, RoomRequest
 from sglang_mooncake.rooms.layers import EarlyLayers
 from sglang_mooncake.rooms.prefill_events import ChunkSent, LayersFilled, Write
@@ -56,7 +57,8 @@ class PrefillRoom(Record):
     said: what the scheduler has said and what waits, in its order. The first waits for the GPU, or
         until no early write is under way; the others wait for the first.
     writes: those under way, by `Write.key`.
-    digesting: peers of whom digests are being made: of pages that must stay what they are.
+    digesting: for which peers digests are being made, of pages that must stay what they are, and
+        how much is digested.
     stories: of writes that have ended.
     next_page: where the next chunk must begin.
     moved_s: when its decode ranks had asked, or the scheduler said the latest of its pages.
@@ -69,7 +71,7 @@ class PrefillRoom(Record):
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
     said: deque[Said] = field(default_factory=deque)
     writes: dict[tuple[str, int], Write] = field(default_factory=dict)
-    digesting: set[str] = field(default_factory=set)
+    digesting: dict[str, Verify] = field(default_factory=dict)
     stories: list[WriteStory] = field(default_factory=list)
     next_page: int = 0
     moved_s: float = 0.0

@@ -161,8 +161,10 @@ SETTINGS: tuple[Setting, ...] = (
         " told: nothing, a sample, or all. For a sample each pair of ranks draws one request in"
         f" {SAMPLE_ROOMS}, and of that about {SAMPLE_NBYTES >> 20} MiB at most, or"
         f" {SAMPLE_CELLS_MIN} pages of a layer each if these are more. A request of which"
-        " something differs fails, and its reason names pages, layers and both ranks. Where the"
-        " two servers have different values, the stricter one counts.",
+        " something differs fails, and its reason names pages, layers and both ranks. One whose"
+        " digests cannot be made or compared fails with `all`; of a sample it arrives all the same,"
+        " and the log and the metrics say so. Where the two servers have different values, the"
+        " stricter one counts.",
         default="off",
     ),
     _own(

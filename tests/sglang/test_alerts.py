@@ -337,7 +337,7 @@ def test_a_fence_times_out(
 def test_bytes_arrive_that_were_not_sent(
     watched: prometheus_alerts.Prometheus, names: set[str], figures: Figures
 ) -> None:
-    figures.recorder.verified(is_equal=False)
+    figures.recorder.compared("different")
     assert "1 requests have failed" in watched.until_firing(names, lambda: None)["WrongBytes"]
 
 

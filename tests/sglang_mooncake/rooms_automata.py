@@ -271,7 +271,7 @@ def _prefill_event(token: Token, room: Room) -> Any:
         case ("ended", is_done, nth):
             return prefill.WriteEnded(room, DECODE_RANK, nth, None if is_done else "")
         case ("digested", generation, True):
-            message = RoomDigests(ROOM, generation, 0, 0, ())
+            message = RoomDigests(ROOM, generation, Verify.ALL)
             return prefill.Digested(room, DECODE_RANK, message)
         case ("digested", _, False):
             return prefill.Digested(room, DECODE_RANK, None, "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ import te
 from sglang_mooncake import digesting
 from sglang_mooncake.layout import Verify
 from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
+from sglang_mooncake.layout.pair_cells import PairCells
+from sglang_mooncake.rooms.prefill import PrefillRooms
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
@@ -160,22 +163,103 @@ def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
         until(lambda: source.view.state is RoomState.DONE, "the prefill side is done")
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_digest_that_cannot_be_made_ends_the_request_with_the_reason(side, monkeypatch):
-    def fails(*args: Any) -> Any:
-        raise te.DigestError("memory could not be read for a digest: the device is lost")
+#: What may go wrong with digests themselves, and what is said of it.
+TROUBLES = [
+    (te.DigestError("the device is lost"), "the device is lost"),
+    (MemoryError(), "internal error: MemoryError()"),
+]
 
+
+def cannot_read(pair: Handover, side: str, error: Exception, monkeypatch: Any) -> None:
+    def fails(*args: Any) -> Any:
+        raise error
+
+    digester = (
+        pair.prefill.side._digests._digester
+        if side == "prefill"
+        else pair.decode.side._digests.digester
+    )
+    monkeypatch.setattr(digester, "digests", fails)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(("error", "reason"), TROUBLES)
+def test_where_all_is_compared_a_digest_that_cannot_be_made_ends_the_request(
+    side, error, reason, monkeypatch
+):
     with pair_of() as pair:
-        digester = (
-            pair.prefill.side._digests._digester
-            if side == "prefill"
-            else pair.decode.side._digests.digester
-        )
-        monkeypatch.setattr(digester, "digests", fails)
+        cannot_read(pair, side, error, monkeypatch)
         source, target = hand_over(pair)
         until(lambda: target.view.over and source.view.over, "both sides know")
         assert target.view.state is RoomState.FAILED
-        assert "the device is lost" in (target.view.reason or "")
+        assert reason in (target.view.reason or "")
+        assert not pair.decode.side.has_arrived(target)
+
+
+def is_done(room: Room) -> bool:
+    return room.view.state is RoomState.DONE
+
+
+def sampled(pair: Handover, monkeypatch: Any) -> None:
+    """Each request is one of the sample."""
+    monkeypatch.setattr(pair.prefill.side._rooms, "_random", lambda: 0)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(("error", "reason"), TROUBLES)
+def test_one_of_a_sample_arrives_though_its_digest_cannot_be_made(
+    side, error, reason, monkeypatch, caplog
+):
+    with pair_of(verify=(Verify.SAMPLE, Verify.OFF)) as pair:
+        sampled(pair, monkeypatch)
+        cannot_read(pair, side, error, monkeypatch)
+        for number in (1, 2):
+            source, target = hand_over(pair, number)
+            assert pair.decode.side.has_arrived(target)
+            pair.decode.side.arrived(target)
+            until(partial(is_done, source), "the prefill side is done")
+        np.testing.assert_array_equal(pair.target.kv[:, TARGETS], pair.source.kv[:, SOURCES])
+        found = totals(pair.decode)
+        outcomes = found["equal"], found["different"], found["not compared"]
+        assert outcomes == (0, 0, 2)
+    lines = [one for one in caplog.records if one.name == digesting.__name__]
+    # Of the first request alone: on each side that has something to say.
+    assert [reason in one.message and "room 1" in one.message for one in lines] == [True] * (
+        2 if side == "prefill" else 1
+    )
+
+
+def test_cells_that_cannot_be_listed_fail_no_request_of_a_sample(monkeypatch, caplog):
+    """A layout that the rules of digests have wrong is copied rightly all the same."""
+
+    def fails(*args: Any) -> Any:
+        raise ValueError("no such row")
+
+    with pair_of(verify=(Verify.SAMPLE, Verify.SAMPLE)) as pair:
+        sampled(pair, monkeypatch)
+        monkeypatch.setattr(PairCells, "of_source", fails)
+        _, target = hand_over(pair)
+        assert pair.decode.side.has_arrived(target)
+        assert totals(pair.decode)["not compared"] == 1
+    assert "no such row" in caplog.text
+
+
+def test_what_a_sample_finds_ends_its_request(monkeypatch):
+    """Its cells are few enough here that each of them is drawn."""
+    with pair_of(verify=(Verify.SAMPLE, Verify.OFF)) as pair, faulty(pair, FAULTS[0]):
+        sampled(pair, monkeypatch)
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "is not the one that was sent: page" in (target.view.reason or "")
+
+
+def test_a_sample_where_all_was_asked_for_fails_the_request(monkeypatch):
+    with pair_of(verify=(Verify.SAMPLE, Verify.ALL)) as pair:
+        sampled(pair, monkeypatch)
+        monkeypatch.setattr(PrefillRooms, "_verify_for", lambda self, recipient: Verify.SAMPLE)
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "some pages where all were asked for" in (target.view.reason or "")
 
 
 @pytest.fixture
@@ -210,14 +294,20 @@ def test_a_decode_rank_that_is_told_none_where_it_wants_all_fails_the_request(mo
         assert "digests: 1 asked for, 0 sent" in (target.view.reason or "")
 
 
-def test_a_decode_rank_that_cannot_compare_takes_what_arrives(monkeypatch):
-    with pair_of(verify=(Verify.ALL, Verify.OFF)) as pair:
+@pytest.mark.parametrize("verify", [Verify.SAMPLE, Verify.ALL])
+def test_a_decode_rank_that_cannot_compare_takes_a_sample_and_fails_what_needs_it(
+    verify, monkeypatch
+):
+    with pair_of(verify=(verify, Verify.OFF)) as pair:
+        sampled(pair, monkeypatch)
         digests = pair.decode.side._digests
         digests.digester.close()
         digests.digester = None
         _, target = hand_over(pair)
-        assert pair.decode.side.has_arrived(target)
-        assert not totals(pair.decode)["equal"]
+        until(lambda: target.view.over or pair.decode.side.has_arrived(target), "it is decided")
+        assert target.view.over == (verify is Verify.ALL)
+        assert not target.view.over or "cannot read its memory" in target.view.reason
+        assert totals(pair.decode)["not compared"] == 1
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

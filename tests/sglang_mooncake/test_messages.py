@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from bootstrap_server import Topology
 from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake import messages
-from sglang_mooncake.layout import ALONE, Buffers, Component, Layout, Place, Units
+from sglang_mooncake.layout import ALONE, Buffers, Component, Layout, Place, Units, Verify
 from sglang_mooncake.messages import (
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
     LinkReset,
+    ListDigests,
     MessageError,
     RoomAbort,
     RoomComputed,
+    RoomDigests,
     RoomFailed,
     RoomRequest,
     RoomWait,
@@ -29,6 +31,7 @@ from sglang_mooncake.messages import (
 )
 
 LAYOUT = Layout(1, "float32", None, (), *[Buffers((), (), ())] * 2)
+EMPTY = {"which": 0, "positions": b"", "of_items": b"", "of_buffers": bytes(8)}
 u64 = st.integers(0, 2**64 - 1)
 rooms = st.integers(0, 2**63 - 1)
 text = st.text(max_size=50)
@@ -99,6 +102,24 @@ layouts = st.builds(
     completions=buffers,
     states=st.tuples(text, text),
 )
+words = st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=4).map(
+    lambda numbers: np.array(numbers, "<u8").tobytes()
+)
+lists = st.builds(
+    lambda which, items, buffers: ListDigests(which, items[: len(items) // 2], items, buffers),
+    st.integers(0, 5),
+    words,
+    words,
+)
+made = st.builds(
+    RoomDigests,
+    rooms,
+    rooms,
+    st.sampled_from([Verify.SAMPLE, Verify.ALL]),
+    st.integers(0, (1 << 64) - 1),
+    st.lists(lists, max_size=3).map(tuple),
+)
+unmade = st.builds(RoomDigests, rooms, rooms, st.just(Verify.SAMPLE), failure=text)
 any_message = st.one_of(
     requests,
     st.builds(Hello, rank=text, place=places, card=st.binary(max_size=50), layout=layouts),
@@ -107,6 +128,8 @@ any_message = st.one_of(
     st.builds(RoomWait, room=rooms, generation=rooms),
     st.builds(RoomComputed, room=rooms, generation=rooms),
     st.builds(RoomAbort, room=rooms, generation=rooms, reason=text, refused=st.booleans()),
+    made,
+    unmade,
     st.builds(RoomFailed, room=rooms, generation=rooms, reason=text),
     st.builds(LinkReset, reason=text),
 )
@@ -189,6 +212,23 @@ def test_a_request_that_contradicts_itself_is_refused(request, data):
         body |= [data.draw(st.sampled_from(fields))]
     frame = messages.encode(request)[:6] + msgspec.msgpack.encode(body)
     with pytest.raises(MessageError):
+        messages.decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"verify": 0}, "digests of OFF by 7"),
+        ({"seed": -1}, "digests of SAMPLE by -1"),
+        ({"failure": "lost", "verify": 2}, "digests of ALL that could not be made"),
+        ({"failure": "lost", "lists": [EMPTY]}, "digests of SAMPLE that could not be made"),
+    ],
+)
+def test_digests_that_contradict_themselves_are_refused(fields, reason):
+    digests = RoomDigests(1, 2, Verify.SAMPLE, 7)
+    body = msgspec.to_builtins(digests, builtin_types=(bytes,)) | fields
+    frame = messages.encode(digests)[:6] + msgspec.msgpack.encode(body)
+    with pytest.raises(MessageError, match=reason):
         messages.decode(frame)
 
 

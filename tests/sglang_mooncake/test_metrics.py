@@ -28,7 +28,14 @@ COUNTED = {
     "ends": {"done": 5, "failed": 1},
     "bytes": 1000,
     "bytes_early": 300,
-    "digests": {"cells": 9, "bytes": 90, "seconds": 0.5, "equal": 3, "different": 1},
+    "digests": {
+        "cells": 9,
+        "bytes": 90,
+        "seconds": 0.5,
+        "equal": 3,
+        "different": 1,
+        "not compared": 2,
+    },
     "fallbacks": {"a reason": 2},
     "calls": {"send": (7, 0.5), "poll": (70, 0.25)},
 }

@@ -34,7 +34,7 @@ from sglang_mooncake.rooms.prefill import (
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 
-DIGESTS = RoomDigests(1, 1, seed=7, drawn=0, lists=())
+DIGESTS = RoomDigests(1, 1, Verify.ALL, seed=7)
 
 
 def prefill_rooms(verify: Verify | None, random: int = 1) -> Rooms:
@@ -101,6 +101,18 @@ def test_digests_that_could_not_be_made_fail_the_room_and_tell_who_waits_for_the
     assert room.view.state is RoomState.FAILED
 
 
+def test_one_of_a_sample_arrives_without_digests_if_none_could_be_made():
+    rooms = prefill_rooms(Verify.SAMPLE, random=SAMPLE_ROOMS)
+    room, _ = sent(rooms)
+    rooms.handle(ended(rooms, room), 0)
+    rooms.handle(ended(rooms, room), 0)
+    told, over = rooms.handle(Digested(room, "a", None, "the device is lost"), 0)
+    message = RoomDigests(1, request(1).generation, Verify.SAMPLE, failure="the device is lost")
+    assert told == prefill.Tell("a", message)
+    assert isinstance(over, Over)
+    assert room.view.state is RoomState.DONE
+
+
 @pytest.mark.parametrize("failure", [None, "the device is lost"])
 def test_a_room_that_ends_badly_keeps_its_pages_until_nobody_reads_them(failure):
     rooms = prefill_rooms(Verify.ALL)
@@ -129,7 +141,7 @@ def decode_rooms(verify: Verify = Verify.ALL) -> DecodeRooms:
 
 
 def digests_of(room: Room) -> RoomDigests:
-    return RoomDigests(room.number, room.view.generation, 7, 0, ())
+    return RoomDigests(room.number, room.view.generation, Verify.ALL, 7)
 
 
 def test_a_decode_rank_asks_for_digests_and_compares_those_that_come_once():
