@@ -137,12 +137,15 @@ def _always() -> bool:
 
 
 def digest(
-    lists: Sequence[Cells], chosen: Indices, read: Read, is_wanted: Callable[[], bool] = _always
+    lists: Sequence[Cells],
+    chosen: Indices | range,
+    read: Read,
+    is_wanted: Callable[[], bool] = _always,
 ) -> tuple[Digests, ...]:
     """Digests of the chosen cells.
 
     Args:
-        chosen: rising numbers of cells, counted through all lists.
+        chosen: rising numbers of cells, counted through all lists; a range is of all.
         is_wanted: asked now and then.
 
     Raises:
@@ -150,20 +153,24 @@ def digest(
     """
     made, begin = [], 0
     for cells in lists:
-        span = np.searchsorted(chosen, (begin, begin + len(cells)))
-        mine = chosen[span[0] : span[1]] - begin
+        mine: Indices | range = range(len(cells))
+        if not isinstance(chosen, range):
+            span = np.searchsorted(chosen, (begin, begin + len(cells)))
+            mine = chosen[span[0] : span[1]] - begin
         made.append(_digests(cells, mine, read, is_wanted))
         begin += len(cells)
     return tuple(made)
 
 
-def _digests(cells: Cells, chosen: Indices, read: Read, is_wanted: Callable[[], bool]) -> Digests:
+def _digests(
+    cells: Cells, chosen: Indices | range, read: Read, is_wanted: Callable[[], bool]
+) -> Digests:
     of_items = np.zeros(len(cells.positions), np.uint64)
     of_buffers = np.zeros(cells.columns, np.uint64)
     for first in range(0, len(chosen), CELLS_AT_ONCE):
         if not is_wanted():
             raise Unwanted
-        some = chosen[first : first + CELLS_AT_ONCE]
+        some = np.asarray(chosen[first : first + CELLS_AT_ONCE], np.int64)
         found = cells.digests(some, read)
         item, column = cells.places(some)
         # They differ where any cell does: each is mixed, so that none takes another's place.

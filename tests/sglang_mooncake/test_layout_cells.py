@@ -4,6 +4,8 @@ on both sides however TP and stages cut them, and any byte that differs is found
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import xxhash
@@ -55,8 +57,8 @@ def reader(memory):
     return read
 
 
-def everything(of: tuple[Cells, ...]) -> np.ndarray:
-    return np.arange(sum(map(len, of)))
+def everything(of: tuple[Cells, ...]) -> np.ndarray | range:
+    return chosen_cells(0, 0, sum(map(len, of)))
 
 
 def cells_of(plan: Plan, moved: Moved) -> tuple[tuple[Cells, ...], tuple[Cells, ...]]:
@@ -219,11 +221,16 @@ def test_metadata_that_was_asked_for_must_be_digested():
 def test_both_sides_choose_the_same_rising_cells(seed, drawn, cells):
     if not drawn:
         cells = min(cells, 1000)
-    chosen = chosen_cells(seed, drawn, cells)
+    chosen = np.asarray(chosen_cells(seed, drawn, cells))
     assert np.array_equal(chosen, chosen_cells(seed, drawn, cells))
     assert (chosen[1:] > chosen[:-1]).all()
     assert len(chosen) == 0 if not cells else chosen[0] >= 0 and chosen[-1] < cells
     assert len(chosen) == cells if not drawn else len(chosen) <= drawn
+
+
+def test_all_cells_of_a_million_tokens_are_named_without_a_list_of_them():
+    cells = 2 * 64 * 10**6
+    assert sys.getsizeof(chosen_cells(7, sample_size(Verify.ALL, cells, 512 * cells), cells)) < 100
 
 
 def test_every_cell_is_chosen_as_often_as_any_other():
