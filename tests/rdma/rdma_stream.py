@@ -126,9 +126,9 @@ class Stream:
         """How many rails carry, or would."""
         return self.peer.rails
 
-    def begin(self, tag: int) -> te.Transfer:
-        """A transfer of all pages, in a random order."""
-        self._pages = self._random.permutation(PAGES)
+    def begin(self, tag: int, count: int = PAGES) -> te.Transfer:
+        """A transfer of so many pages, in a random order."""
+        self._pages = self._random.permutation(PAGES)[:count]
         offsets = (self._pages * PAGE).astype(np.uint64)
         blocks = te.Blocks.of(
             np.uint64(self._source_region.address) + offsets,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,7 +34,9 @@ NEVER_S = 600.0
 LONG_FAILURES = 10
 #: While the way is shut: several attempts to dial.
 DIALS_IN_VAIN_S = 2.5
-LEFT_BEHIND = re.compile(r"no completion for \d+ ms, while another rail moved bytes")
+LEFT_BEHIND = re.compile(r"no completion for (\d+) ms, while another rail moved bytes")
+#: Several looks at a rail; longer than it may be silent in these tests.
+LOOKS_S, IDLE_S = 1.0, 3.0
 LOST_LINK = re.compile(r"the port has lost its link|the port 1 of \w+ has no link")
 
 Fault = Callable[[Nic, Nic], AbstractContextManager[None]]
@@ -256,3 +259,49 @@ def test_a_silent_rail_beside_one_that_moves_is_given_up_at_once(
         assert LEFT_BEHIND.search(caplog.text)
         wait_for(lambda: stream.peer.rails == len(near), WAIT_S, "the rail is back")
         stream.once(4)
+
+
+@pytest.mark.each_run
+@pytest.mark.driver("siw")  # rxe gives up by itself, after 0.3 s
+def test_a_silent_rail_is_not_given_up_for_a_few_bytes_of_others(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it holds is too little to tell it from one that is slow, as what a probe holds is."""
+    near, far = halves
+    timeouts = {"stall_timeout_s": NEVER_S, "rail_timeout_s": 20.0}
+    with two_engines(near, far, **timeouts) as engines:
+        stream = Stream(*engines)
+        with loss(near[0], 100):
+            stuck = stream.begin(1, count=2 * len(near))
+            wait_for(lambda: rail_of(stream.peer, near[0]).state != "up", WAIT_S, "silent")
+            assert stream.begin(2, count=32).wait(WAIT_S) is te.Status.DONE
+            time.sleep(LOOKS_S)
+            assert not LEFT_BEHIND.search(caplog.text)
+            assert stream.begin(3).wait(WAIT_S) is te.Status.DONE
+            assert stuck.wait(WAIT_S) is te.Status.DONE
+        assert LEFT_BEHIND.search(caplog.text)
+
+
+@pytest.mark.each_run
+@pytest.mark.driver("siw")  # rxe gives up by itself, after 0.3 s
+def test_a_rail_that_was_idle_is_silent_from_its_next_pieces_on(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gets several at once, and is not given up for the time in which nobody wanted anything of
+    it: RoCE sends a lost packet again after 67 ms, and would lose the rail for it."""
+    near, far = halves
+    timeouts = {"stall_timeout_s": NEVER_S, "rail_timeout_s": 20.0}
+    with two_engines(near, far, **timeouts) as engines:
+        stream = Stream(*engines)
+        stream.once(1)
+        time.sleep(IDLE_S)
+        with loss(near[0], 100):
+            began_s = time.time()
+            stuck = stream.begin(2, count=72 * len(near))  # two pieces for each rail
+            wait_for(lambda: rail_of(stream.peer, near[0]).state != "up", WAIT_S, "silent")
+            for tag in (3, 4):
+                assert stream.begin(tag).wait(WAIT_S) is te.Status.DONE
+            assert stuck.wait(WAIT_S) is te.Status.DONE
+    found = [(line, LEFT_BEHIND.search(line.getMessage())) for line in caplog.records]
+    ((line, told),) = [(line, told) for line, told in found if told]
+    assert int(told[1]) <= (line.created - began_s) * 1e3 + 1

@@ -43,6 +43,7 @@ cdef enum:
     MOMENTS = 20
     # As many times the bytes that a rail holds: one that is slow has moved some of them by then.
     LEFT_BEHIND = 4
+    LEFT_BEHIND_BYTES = 1 << 20  # at least, as a probe holds none
     ROUNDS_MAX = 8  # looks of one turn
     UNREAD_NS = 300000000
 
@@ -195,7 +196,8 @@ cdef bint is_left_behind(Qp *q, u64 now) noexcept nogil:
     """Whether other rails have moved so much since this one did that it is not slow but dead: both
     processes are at work."""
     return is_silent(q, now, q.link.plane.rail_ns / MOMENTS) and (
-        moved_by_others(q) > q.others_moved + LEFT_BEHIND * q.ring_bytes
+        moved_by_others(q)
+        > q.others_moved + max(LEFT_BEHIND * q.ring_bytes, <u64>LEFT_BEHIND_BYTES)
     )
 
 

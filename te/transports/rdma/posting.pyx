@@ -142,7 +142,8 @@ cdef bint hand_over(Qp *q) noexcept nogil:
     cdef int errnum
     if q.built_at == q.built_n:
         return True
-    if q.ring_n <= 1 and q.completed == q.sequence - (q.built_n - q.built_at):
+    # A piece in the ring that is neither this nor yet to be built may be under way (iWARP).
+    if q.ring_n <= q.unbuilt + 1 and q.completed == q.sequence - (q.built_n - q.built_at):
         q.progress_ns = now_ns()  # Nothing was under way: its time begins now.
     q.wrs[q.built_n - 1].next = NULL
     errnum = q.e.post_send(q.e.qp, &q.wrs[q.built_at], &bad)
