@@ -6,6 +6,7 @@ and cells are digested is for the rules (`rooms/`, `layout/chosen.py`)."""
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 #: Between two looks whether something has landed; it grows from the first to the second.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 1e-4, 1e-3
+#: A look takes some microseconds for each job that waits, of the interpreter that the scheduler
+#: shares: so many times as long nobody looks, up to what a request may wait for that.
+_PAUSE_OF_LOOKS, _PAUSE_OF_LOOKS_MAX_S = 9, 0.02
 _CLOSE_TIMEOUT_S = 5.0
 #: Plans of the copy from prefill ranks, of which each life is another one.
 _PLANS_MAX = 256
@@ -55,6 +59,29 @@ _PLANS_MAX = 256
 _NAMED_MAX = 8
 
 Job = Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Looks:
+    """When to look again at the jobs that wait. Pure.
+
+    due_s: on the caller's clock.
+    """
+
+    due_s: float = math.inf
+    _pause_s: float = _PAUSE_MIN_S
+    _owed_s: float = -math.inf
+
+    def came(self, now_s: float) -> None:
+        """One more has to wait, which most do for a moment."""
+        self._pause_s = _PAUSE_MIN_S
+        self.due_s = max(min(self.due_s, now_s + _PAUSE_MIN_S), self._owed_s)
+
+    def looked(self, now_s: float, spent_s: float) -> None:
+        """spent_s: processor time for those that have to wait still."""
+        self._pause_s = min(self._pause_s * 1.1, _PAUSE_MAX_S)
+        self._owed_s = now_s + min(_PAUSE_OF_LOOKS * spent_s, _PAUSE_OF_LOOKS_MAX_S)
+        self.due_s = max(now_s + self._pause_s, self._owed_s)
 
 
 class DigestThread:
@@ -80,18 +107,33 @@ class DigestThread:
 
     def _run(self) -> None:
         waiting: list[Job] = []
-        pause_s = _PAUSE_MIN_S
+        looks = Looks()
         while True:
+            now_s = time.monotonic()
+            if waiting and now_s >= looks.due_s:
+                waiting, spent_s = _look(waiting)
+                looks.looked(time.monotonic(), spent_s)
+                continue
             try:
-                job = self._new.get(timeout=pause_s if waiting else None)
+                job = self._new.get(timeout=looks.due_s - now_s if waiting else None)
             except queue.Empty:
-                pause_s = min(pause_s * 1.1, _PAUSE_MAX_S)
-            else:
-                if job is None:
-                    return
+                continue
+            if job is None:
+                return
+            if not _is_over(job):
                 waiting.append(job)
-                pause_s = _PAUSE_MIN_S
-            waiting = [one for one in waiting if not _is_over(one)]
+                looks.came(time.monotonic())
+
+
+def _look(jobs: Sequence[Job]) -> tuple[list[Job], float]:
+    """Those that have to wait still, and the processor time that it took to find that out."""
+    waiting, spent_s = [], 0.0
+    for job in jobs:
+        began_s = time.thread_time()
+        if not _is_over(job):
+            waiting.append(job)
+            spent_s += time.thread_time() - began_s
+    return waiting, spent_s
 
 
 def _is_over(job: Job) -> bool:

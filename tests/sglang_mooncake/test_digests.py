@@ -21,6 +21,8 @@ from handover import (
     handover,
     until,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from te_transports import TRANSPORTS
 
 import te
@@ -123,6 +125,45 @@ def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
             compared.append(bool(target.view.verified))
             pair.decode.side.arrived(target)
         assert compared == [True, False, False, True]
+
+
+@given(st.lists(st.none() | st.floats(0, 0.1), min_size=1, max_size=50))
+def test_looks_for_what_has_landed_take_a_tenth_of_the_time(happenings):
+    """None: one more job has to wait. Else a look, and how long it took."""
+    looks, now_s = digesting.Looks(), 0.0
+    owed_s = now_s
+    for spent_s in happenings:
+        if spent_s is None:
+            looks.came(now_s)
+            soon_s = now_s + digesting._PAUSE_MIN_S
+        else:
+            now_s = max(now_s, owed_s) + spent_s
+            looks.looked(now_s, spent_s)
+            owed_s = now_s + min(9 * spent_s, digesting._PAUSE_OF_LOOKS_MAX_S)
+            soon_s = now_s + digesting._PAUSE_MAX_S
+        assert owed_s <= looks.due_s <= max(owed_s, soon_s)
+
+
+def test_jobs_that_wait_are_looked_at_though_others_come():
+    thread, is_over, looked = digesting.DigestThread("test"), threading.Event(), []
+    thread.start()
+
+    def waits() -> bool:
+        looked.append(1)
+        return len(looked) > 3
+
+    def come() -> bool:
+        """As long as it waits, another one comes."""
+        if len(looked) > 3:
+            is_over.set()
+        else:
+            thread.add(come)
+        return True
+
+    thread.add(waits)
+    thread.add(come)
+    assert is_over.wait(60)
+    thread.close()
 
 
 def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:
