@@ -69,7 +69,7 @@ class Model:
 class RankMemory:
     """The part of the model that the rank at `place` stores: nothing but the canary at first."""
 
-    def __init__(self, model: Model, place: Place) -> None:
+    def __init__(self, model: Model, place: Place, pages: int = PAGES) -> None:
         self.model, self.place = model, place
         topology, coords = place.topology, place.coords
         share = model.layers // topology.pp_size
@@ -80,7 +80,7 @@ class RankMemory:
         )
         kinds, heads = len(model.kinds), len(self.heads)
         self.kv = np.full(
-            (kinds, share, PAGES, model.page_size, heads, model.head_nbytes), CANARY, np.uint8
+            (kinds, share, pages, model.page_size, heads, model.head_nbytes), CANARY, np.uint8
         )
         self.state = np.full((share, STATE_SLOTS, max(len(self.channels), 1), 4), CANARY, np.uint8)
         self.aux = np.full((AUX_SLOTS, AUX_BYTES), CANARY, np.uint8)
@@ -145,7 +145,7 @@ class Handed:
 
 class Ranks:
     """Both instances. Prefill ranks hold the truth only where they are to send it from (in
-    `CPTransfer` terms), so that a byte from anywhere else is seen."""
+    `CPTransfer` terms), so that a byte from anywhere else is seen. pages: of each rank."""
 
     def __init__(
         self,
@@ -155,9 +155,11 @@ class Ranks:
         *,
         cp: CPTransfer = CPTransfer.FIRST,
         decode_model: Model | None = None,
+        pages: int = PAGES,
+        transports: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.cp = model, cp
-        config = patient(Config())
+        self.model, self.cp, self._pages = model, cp, pages
+        config = patient(Config(transports=transports))
         self._close = ExitStack()
         server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S)
         self._close.callback(server.close)
@@ -184,7 +186,7 @@ class Ranks:
         self._close.close()
 
     def _memory(self, role: str, model: Model, place: Place) -> RankMemory:
-        memory = self.memory[role, place.coords] = RankMemory(model, place)
+        memory = self.memory[role, place.coords] = RankMemory(model, place, self._pages)
         return memory
 
     def _context(self, role, place):
