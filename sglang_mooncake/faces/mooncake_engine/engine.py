@@ -6,6 +6,7 @@ a negative number for failure. Mooncake's log says why one failed; here Python's
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from sglang_mooncake.faces.exposed import check_exposure
 from sglang_mooncake.faces.mooncake_engine.names import TransferOpcode
 from sglang_mooncake.faces.mooncake_engine.opened import Opened, outcome
 from sglang_mooncake.faces.mooncake_engine.transferring import Transferring
+from te.topology import choose_topology, read_machine
 
 __all__ = ["TransferEngine"]
 
@@ -40,8 +42,7 @@ class TransferEngine(Transferring):
     def __getattr__(self, name: str) -> object:
         raise AttributeError(
             f"sglang-mooncake's {type(self).__name__} has no {name}: it has what copies memory, but"
-            " no messages between engines, no copies on CUDA's streams and no table of devices;"
-            " Mooncake's EP needs the engine of the mooncake package"
+            " no copies on CUDA's streams; Mooncake's EP needs the engine of the mooncake package"
         )
 
     # -- the engine
@@ -182,6 +183,20 @@ class TransferEngine(Transferring):
             self._ready().sessions.ask(peer_server_name)
 
         return outcome(f"send_probe({peer_server_name!r})", work)
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: for each place of memory the RDMA devices that te prefers, and those that help out.
+
+        Args:
+            device_name: devices, separated by commas; without, all.
+
+        Raises:
+            te.TopologyError: there is no device of such a name.
+        """
+        names = [one.strip() for one in (device_name or "").split(",") if one.strip()]
+        found = choose_topology(read_machine(), names, None)
+        table = {place: (one.preferred, one.other) for place, one in found.localities.items()}
+        return json.dumps(table)
 
     def warmup_efa_segment(self, segment_name: str) -> int:  # noqa: ARG002 - see below
         """0, as in a build of Mooncake's without EFA: there is nothing to warm up."""

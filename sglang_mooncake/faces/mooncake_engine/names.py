@@ -21,7 +21,7 @@ class TransferOpcode(enum.IntEnum):
 
 @dataclass
 class TransferNotify:
-    """A message that goes with a transfer. te sends none: a call that is given one fails."""
+    """A message that goes with a transfer."""
 
     name: str = ""
     msg: str = ""

@@ -4,17 +4,22 @@ chooses the transport: only one build of Mooncake's minds it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Final
 
 import te
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, settle
+from sglang_mooncake.faces.mooncake_engine.exchange import NoCard
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
+from sglang_mooncake.faces.mooncake_engine.notes import packed, unpacked
 from sglang_mooncake.faces.mooncake_engine.opened import Opened, outcome
 from sglang_mooncake.faces.mooncake_engine.options import Options
 
 __all__ = ["Transferring"]
+
+logger = logging.getLogger(__name__)
 
 SLOWEST_BYTES_PER_S: Final = 100e6
 _NUMBERS: Final = {te.Status.PENDING: 0, te.Status.DONE: 1, te.Status.CANCELLED: -2}
@@ -129,16 +134,30 @@ class Transferring:
         notify: TransferNotify | None = None,
         transport_hint: str = "",  # noqa: ARG002 - te chooses the transport
     ) -> int:
-        """Many of them, with one outcome. Fails if ``notify`` is given: te sends no messages."""
+        """Many of them, with one outcome. ``notify``: what the peer's ``get_notifies`` returns once
+        the bytes are there. A call whose message could not be sent has failed; the log says then
+        that the bytes are there."""
 
         def work() -> None:
-            if notify is not None:
-                raise ValueError("notify must be None: te sends no messages with a transfer")
+            message = None if notify is None else packed(notify)
             batch = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
             if batch.transfer is not None:
                 settle(batch.transfer, batch.limit_s, batch.is_read)
+            if message is not None:
+                self._notify(target_hostname, message)
 
         return outcome(_described(opcode, lengths, target_hostname), work)
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """The messages that have come with others' transfers since the last call, in each sender's
+        order. One whose connection ends meanwhile is lost."""
+        found = []
+        for note in self._ready().engine.take_notes():
+            try:
+                found.append(unpacked(note.data))
+            except ValueError as exc:  # UnicodeDecodeError is one.
+                logger.warning("mooncake.engine over te: %s: %s", note.peer.id, exc)
+        return found
 
     def transfer_submit_write(
         self,
@@ -223,6 +242,12 @@ class Transferring:
             f"one of {len(batch_ids)} transfers",
             lambda: self._ready().batches.wait(batch_ids),
         )
+
+    def _notify(self, session: str, message: bytes) -> None:
+        try:
+            self._ready().sessions.peer(session).send_note(message)
+        except (te.Error, NoCard) as exc:
+            raise RuntimeError(f"the bytes are there, but its message was not sent: {exc}") from exc
 
     def _start(
         self,

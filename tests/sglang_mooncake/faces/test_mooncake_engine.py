@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from te_far import pattern, wait_until
 from te_ports import two_ports
 
 import te
+from sglang_mooncake.faces.mooncake_engine import engine as engine_module
 from sglang_mooncake.faces.mooncake_engine.batches import settle
 from sglang_mooncake.faces.mooncake_engine.engine import TransferEngine
 from sglang_mooncake.faces.mooncake_engine.sessions import Sessions
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import engine_options
+from te.topology import Machine, Nic
 
 SECRET = "6f1d0c8a92e47b35b7e2f90a4c81d356"
 OTHER = "c03be5a71f8d24969d47e2a0f5b8136c"
@@ -387,6 +390,39 @@ def test_the_connection_not_used_for_longest_goes_for_a_new_one() -> None:
     assert [first.alive, second.alive, third.alive] == [True, False, True]
     assert len(sessions) == 2
     assert sessions.peer(b).alive
+
+
+def test_the_devices_near_each_place_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pci = ("pci0000:00", "0000:01:00.0")
+    nics = tuple(
+        Nic(
+            name=name,
+            device=name,
+            port=1,
+            state="ACTIVE",
+            kind="CA",
+            link_layer="",
+            rate_gbps=1.0,
+            numa=numa,
+            pci=pci,
+            netdev="",
+            uverbs="",
+        )
+        for name, numa in [("mlx5_0", 0), ("mlx5_1", 1), ("mlx5_2", 0)]
+    )
+    machine = Machine(nics=nics, gpus=(), nodes=(0, 1))
+    monkeypatch.setattr(engine_module, "read_machine", lambda: machine)
+    engine = TransferEngine()  # Mooncake's needs no initialize for that, either.
+    assert json.loads(engine.get_local_topology()) == {
+        "cpu:0": [["mlx5_0", "mlx5_2"], ["mlx5_1"]],
+        "cpu:1": [["mlx5_1"], ["mlx5_0", "mlx5_2"]],
+    }
+    assert json.loads(engine.get_local_topology("mlx5_1, mlx5_2"))["cpu:0"] == [
+        ["mlx5_2"],
+        ["mlx5_1"],
+    ]
+    with pytest.raises(te.TopologyError, match="no RDMA device matches 'mlx4_0'"):
+        engine.get_local_topology("mlx4_0")
 
 
 def test_what_te_has_not_is_named() -> None:

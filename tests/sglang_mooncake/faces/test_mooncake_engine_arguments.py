@@ -22,6 +22,8 @@ METHODS: dict[str, tuple[str | None, dict[str, object]]] = {
     "initialize": (None, {}),
     "initialize_ext": (None, {}),
     "get_rpc_port": (None, {}),
+    "get_notifies": (None, {}),
+    "get_local_topology": ("", {"device_name": None}),
     "allocate_managed_buffer": (None, {}),
     "free_managed_buffer": (None, {}),
     "write_bytes_to_buffer": (None, {}),
@@ -46,7 +48,14 @@ METHODS: dict[str, tuple[str | None, dict[str, object]]] = {
     "batch_transfer_sync": (MANY + " opcode", NOTIFY),
     "batch_transfer_async": (MANY + " opcode", HINT),
 }
-PLACES = {"initialize": 4, "initialize_ext": 5, "get_rpc_port": 0, "allocate_managed_buffer": 1}
+PLACES = {
+    "initialize": 4,
+    "initialize_ext": 5,
+    "get_rpc_port": 0,
+    "get_notifies": 0,
+    "allocate_managed_buffer": 1,
+}
+PLACES |= {"get_notifies": 0}
 PLACES |= {"free_managed_buffer": 2, "write_bytes_to_buffer": 3, "read_bytes_from_buffer": 2}
 
 

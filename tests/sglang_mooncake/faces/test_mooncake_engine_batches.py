@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from engine_far import near
+from hypothesis import given
+from hypothesis import strategies as st
 from te_far import pattern, wait_until
 
 import te
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, Batches
 from sglang_mooncake.faces.mooncake_engine.engine import TransferEngine
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
+from sglang_mooncake.faces.mooncake_engine.notes import MAGIC, packed, unpacked
 
 NBYTES = 4096
 GOING_ON, DONE, FAILED, TOOK_TOO_LONG = 0, 1, -1, -2
@@ -139,13 +142,64 @@ def test_the_direction_is_an_argument_too(pair, is_write) -> None:
     assert pair.source.batch_transfer_sync(*pair.some(10, 10), opcode) == 0
 
 
-def test_a_message_is_refused_and_nothing_is_copied(pair, caplog) -> None:
-    message = TransferNotify("done", "1")
-    assert (message.name, message.msg) == ("done", "1")
+def messages(engine: TransferEngine, count: int) -> list[TransferNotify]:
+    found: list[TransferNotify] = []
+
+    def came() -> bool:
+        found.extend(engine.get_notifies())
+        return len(found) >= count
+
+    wait_until(came, f"{count} messages")
+    return found
+
+
+@pytest.mark.parametrize("opcode", TransferOpcode)
+def test_a_message_comes_behind_the_bytes(pair, opcode) -> None:
+    sent = [TransferNotify("done", str(i)) for i in range(3)]
+    for one in sent:
+        assert pair.source.batch_transfer_sync(*pair.some(NBYTES), opcode, one) == 0
+    assert pair.source.batch_transfer_sync(*pair.some(), opcode, TransferNotify()) == 0
+    assert messages(pair.target, 4) == [*sent, TransferNotify("", "")]
+    assert pair.target.get_notifies() == pair.source.get_notifies() == []
+    assert (pair.here == pair.there).all()
+
+
+def test_a_message_that_is_too_long_is_refused_before_anything_is_copied(pair, caplog) -> None:
+    message = TransferNotify("done", "x" * (1 << 20))
     result = pair.source.batch_transfer_sync(*pair.some(10), TransferOpcode.Write, message)
     assert result == -1
-    assert "te sends no messages" in caplog.text
+    assert "a message of 4 and 1048576 bytes" in caplog.text
     assert not pair.there.any()
+
+
+def test_a_transfer_whose_message_was_not_sent_has_failed(pair, caplog, monkeypatch) -> None:
+    def full(peer: te.Peer, data: bytes) -> None:
+        raise te.QueueFull("too many notes wait")
+
+    monkeypatch.setattr(te.Peer, "send_note", full)
+    sent = (*pair.some(10), TransferOpcode.Write, TransferNotify("done", "1"))
+    assert pair.source.batch_transfer_sync(*sent) == -1
+    assert "the bytes are there, but its message was not sent: too many notes" in caplog.text
+    assert (pair.there[:10] == pair.here[:10]).all()
+
+
+def test_notes_that_are_no_messages_are_told_and_left_out(pair, caplog) -> None:
+    session, *_ = pair.some(10)
+    peer = pair.source._opened.sessions.peer(session)
+    for note in (b"?", packed(TransferNotify("n", "m"))[:-2], MAGIC + b"\0\0\0\1\xff"):
+        peer.send_note(note)
+    peer.send_note(packed(TransferNotify("n", "m")))
+    assert messages(pair.target, 1) == [TransferNotify("n", "m")]
+    assert caplog.text.count("mooncake.engine over te: ") == 3
+
+
+@given(st.text(), st.text())
+def test_messages_are_as_they_were_sent(name: str, text: str) -> None:
+    try:
+        data = packed(TransferNotify(name, text))
+    except UnicodeEncodeError:
+        return
+    assert unpacked(data) == TransferNotify(name, text)
 
 
 class Told:
