@@ -70,7 +70,7 @@ def _pool(settings: str, keys: Keys, undo: contextlib.ExitStack) -> StoreSource:
     # Here, since the store takes time to import.
     from sglang_mooncake.router.store_source import StoreSource, open_store
 
-    return StoreSource(undo.enter_context(open_store(settings, keys)))
+    return undo.enter_context(contextlib.closing(StoreSource(open_store(settings, keys))))
 
 
 def _tokens(options: Options) -> Tokens | None:

@@ -54,10 +54,13 @@ def open_store(settings: str, keys: Keys) -> Store:
 
 
 class StoreSource:
-    """The ``Pool`` of ``placement``. ``run`` looks after it; the loop's thread alone uses it."""
+    """The ``Pool`` of ``placement``. ``run`` looks after it; the loop's thread alone uses it, until
+    ``close``, after which nothing is known."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = store, clock
+        """``store`` is closed by ``close``."""
+        self._store: Store | None = store
+        self._clock = clock
         self._began_s = clock()
         self._heard_s: float | None = None
         self._is_silent = self._is_vain = False
@@ -66,6 +69,13 @@ class StoreSource:
         self.owners = self.objects = 0
         self.looks = self.found = 0
         self.expected_tokens = self.loaded_tokens = 0.0
+
+    def close(self) -> None:
+        """Idempotent. What has asked this holds it to the interpreter's end, when nothing of a
+        store can be freed any more: so the store is let go."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
     def age_s(self, now_s: float) -> float | None:
         """Time since an owner has answered; None if none has."""
@@ -79,7 +89,7 @@ class StoreSource:
 
     def first_of(self, digests: Sequence[bytes]) -> int:
         """How many of these pages, from the first on, the store has without a gap."""
-        if not digests or not self.owners:
+        if not digests or not self.owners or self._store is None:
             return 0
         packed = b"".join(one[:KEY_BYTES] for one in digests[:PAGES_MAX])
         known = self._store.known(np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES))
@@ -106,8 +116,8 @@ class StoreSource:
     def look(self) -> None:
         """Whether its owners answer, and whether it is of use."""
         now_s = self._clock()
-        status = self._store.status()
-        usable = [one for one in status.owners if one.usable]
+        owners = () if self._store is None else self._store.status().owners
+        usable = [one for one in owners if one.usable]
         self.owners, self.objects = len(usable), sum(one.objects for one in usable)
         if usable:
             self._heard_s = now_s

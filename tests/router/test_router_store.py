@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -240,8 +241,7 @@ def test_a_router_with_a_store_tells_of_it(
 ) -> None:
     monkeypatch.setattr(store_source, "LOOK_S", 0.02)
 
-    async def job(own: Store) -> None:
-        source = StoreSource(own)
+    async def job(source: StoreSource) -> None:
         async with World(prefill_policy="cache_aware", pool=source) as world:
             told = {"output_ids": [1], "meta_info": {"prompt_tokens": 160, "cached_tokens": 64}}
             world.prefill[0].answer = answers(told)
@@ -261,6 +261,12 @@ def test_a_router_with_a_store_tells_of_it(
             _, text = await world.get("/metrics")
             assert "sglang_mooncake_router_store_is_live 1\n" in text
 
-    with Store(config(directory, 8 * MIB)) as lender, Store(config(directory)) as own:
+    with (
+        Store(config(directory, 8 * MIB)) as lender,
+        closing(StoreSource(Store(config(directory)))) as source,
+    ):
         stored(lender, PROMPT[: 4 * PAGE])
-        run(job(own))
+        run(job(source))
+    assert source.first_of(token_digests(PROMPT, PAGE)) == 0
+    source.look()
+    assert source.owners == 0
