@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser, positive, some_of
+from command_line import Parser, made, natural, positive, some_of
 
 from chaos_run.backends import BACKENDS, Backend
 from chaos_run.schedule import KINDS, SHARED, Kind
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     )
     add = parser.add_argument
     add("--minutes", type=positive, default=3.0, metavar="M", help="of traffic with faults (3)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, aborts and faults (0)")
+    add("--seed", type=natural, default=0, metavar="N", help="of prompts, aborts and faults (0)")
     add(
         "--kinds",
         type=_kinds,
@@ -55,10 +55,30 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         help=f"which faults, of {', '.join(KINDS)} (all; intruder with --secret alone); or none,"
         " to see whether anything grows",
     )
-    add("--lasts", type=positive, metavar="S", help="how long each fault lasts (as the seed says)")
+    add(
+        "--lasts",
+        dest="lasts_s",
+        type=positive,
+        metavar="S",
+        help="how long each fault lasts (as the seed says)",
+    )
     add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
-    add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
-    add("--deadline", type=positive, default=60.0, metavar="S", help="of each request (60)")
+    add(
+        "--aborts",
+        dest="abort_share",
+        type=_share,
+        default=0.2,
+        metavar="F",
+        help="share of clients that leave (0.2)",
+    )
+    add(
+        "--deadline",
+        dest="deadline_s",
+        type=positive,
+        default=60.0,
+        metavar="S",
+        help="of each request (60)",
+    )
     add(
         "--backend",
         choices=BACKENDS,
@@ -72,28 +92,15 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     add("--json", type=Path, metavar="FILE", help="write everything, every request included")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests and faults over time")
     args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed} is negative")
     if not 1 <= args.clients <= 64:
         parser.error(f"--clients {args.clients} is not from 1 to 64")
     if args.kinds is not None and "intruder" in args.kinds and not args.secret:
         parser.error("--kinds intruder is somebody with another secret: give --secret")
     if args.backend is not None:
         _check_comparison(parser, args)
-    return ChaosOptions(
-        minutes=args.minutes,
-        seed=args.seed,
-        kinds=_default_kinds(args) if args.kinds is None else args.kinds,
-        lasts_s=args.lasts,
-        clients=args.clients,
-        abort_share=args.aborts,
-        deadline_s=args.deadline,
-        layerwise=args.layerwise,
-        secret=args.secret,
-        backend=args.backend,
-        json=args.json,
-        plot=args.plot,
-    )
+    if args.kinds is None:
+        args.kinds = _default_kinds(args)
+    return made(ChaosOptions, args)
 
 
 def _check_comparison(parser: Parser, args: argparse.Namespace) -> None:

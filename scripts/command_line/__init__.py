@@ -5,12 +5,14 @@ and a wrong argument are answered before anything is set up."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Parser", "count", "positive", "some_of"]
+__all__ = ["Parser", "count", "made", "natural", "positive", "some_of"]
 
 _Name = TypeVar("_Name", bound=str)
+_Options = TypeVar("_Options")
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +27,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self._name}: {message} (--help lists the options)\n")
+
+
+def made(kind: type[_Options], args: argparse.Namespace, **more: Any) -> _Options:
+    """The options of a script, a dataclass: each field is the argument of its name, or one of
+    ``more``."""
+    names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: getattr(args, name) for name in names - more.keys()}, **more)
 
 
 def positive(text: str) -> float:
@@ -44,6 +53,13 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
+
+
+def natural(text: str) -> int:
+    """An argument's type."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
 
 
 def some_of(names: Collection[_Name]) -> Callable[[str], tuple[_Name, ...]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from command_line import Parser, count, positive, some_of
+from command_line import Parser, count, made, positive, some_of
 
 __all__ = ["WAYS", "BenchOptions", "Way", "parse"]
 
@@ -51,21 +51,7 @@ def parse(argv: Sequence[str]) -> BenchOptions:
         parser.error(f"--block-tokens {args.block_tokens} is no multiple of a page (16)")
     if args.hidden % 64:
         parser.error(f"--hidden {args.hidden} is no multiple of 64, the size of a head")
-    return BenchOptions(
-        traces=tuple(args.traces),
-        ways=args.ways,
-        requests=args.requests,
-        rounds=args.rounds,
-        load=args.load,
-        block_tokens=args.block_tokens,
-        prompt_max=args.prompt_max,
-        prefill=args.prefill,
-        compared=args.compared,
-        layers=args.layers,
-        hidden=args.hidden,
-        seed=args.seed,
-        json=args.json,
-    )
+    return made(BenchOptions, args, traces=tuple(args.traces))
 
 
 def _build_parser() -> Parser:

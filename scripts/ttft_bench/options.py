@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser, count, some_of
+from command_line import Parser, count, made, natural, some_of
 from cpu_serving.architectures import NEW_TOKENS, LlamaSize
 
 from ttft_bench.rates import Rate, parse_rate
@@ -48,8 +48,6 @@ def parse(argv: Sequence[str]) -> TtftOptions:
         parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}")
     if (args.hidden // args.heads) % 2:
         parser.error(f"--hidden {args.hidden} / --heads {args.heads} is odd: rotary needs pairs")
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed} is negative")
     chunk = args.chunked_prefill_size
     if chunk is not None and chunk % args.page_size:
         parser.error(f"--chunked-prefill-size {chunk} is no multiple of --page-size")
@@ -59,21 +57,9 @@ def parse(argv: Sequence[str]) -> TtftOptions:
         intermediate=args.intermediate,
         heads=args.heads,
         head_dim=args.hidden // args.heads,
-        positions=max(args.prompt) + NEW_TOKENS,
+        positions=max(args.prompts) + NEW_TOKENS,
     )
-    return TtftOptions(
-        prompts=args.prompt,
-        rates=args.rate,
-        kinds=args.kinds,
-        rounds=args.rounds,
-        seed=args.seed,
-        model=size,
-        page_size=args.page_size,
-        chunked_prefill_size=chunk,
-        wait_for_quiet_s=args.wait_for_quiet,
-        json=args.json,
-        plot=args.plot,
-    )
+    return made(TtftOptions, args, model=size)
 
 
 def _build_parser() -> Parser:
@@ -85,9 +71,17 @@ def _build_parser() -> Parser:
     )
     add = parser.add_argument
     prompts, rates = ",".join(map(str, DEFAULT_PROMPTS)), ",".join(DEFAULT_RATES)
-    add("--prompt", type=_prompts, default=prompts, metavar="N,…", help=f"tokens ({prompts})")
+    add(
+        "--prompt",
+        dest="prompts",
+        type=_prompts,
+        default=prompts,
+        metavar="N,…",
+        help=f"tokens ({prompts})",
+    )
     add(
         "--rate",
+        dest="rates",
         type=_rates,
         default=rates,
         metavar="R,…",
@@ -102,7 +96,7 @@ def _build_parser() -> Parser:
         help=f"which of {', '.join(KINDS)}: one server, PD, PD by layers (all)",
     )
     add("--rounds", type=count, default=5, metavar="N", help="requests of each kind (5)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    add("--seed", type=natural, default=0, metavar="N", help="of the prompts (0)")
     for name, default in DEFAULT_MODEL.items():
         add(
             f"--{name}",
@@ -120,6 +114,7 @@ def _build_parser() -> Parser:
     )
     add(
         "--wait-for-quiet",
+        dest="wait_for_quiet_s",
         type=float,
         default=0.0,
         metavar="S",

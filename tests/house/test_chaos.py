@@ -163,7 +163,7 @@ def test_what_is_filtered_vanishes_or_waits() -> None:
     ("argv", "says"),
     [
         (["--minutes", "0"], "'0' is not a positive number"),
-        (["--seed", "-1"], "--seed -1 is negative"),
+        (["--seed", "-1"], "whole number, 0 or more"),
         (["--kinds", "kill,flood"], "'flood' is none of kill, "),
         (["--clients", "0"], "--clients 0 is not from 1 to 64"),
         (["--aborts", "1"], "'1' is not a share"),

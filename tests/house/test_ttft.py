@@ -103,7 +103,7 @@ def test_the_command_of_the_readme() -> None:
         (["--kinds", "pd,two"], "'two' is none of one, pd, layers"),
         (["--hidden", "100", "--heads", "8"], "no multiple of --heads"),
         (["--hidden", "24", "--heads", "8"], "is odd"),
-        (["--seed", "-1"], "is negative"),
+        (["--seed", "-1"], "whole number, 0 or more"),
         (["--chunked-prefill-size", "100"], "no multiple of --page-size"),
     ],
 )
