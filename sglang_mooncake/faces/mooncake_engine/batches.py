@@ -30,6 +30,8 @@ class Batch:
     is_read: bool
     #: From its submission on; one that takes longer is cancelled by who asks after it.
     limit_s: float
+    #: Whom it is copied to or from; it knows no other process that gets the same address.
+    peer: te.Peer
 
 
 class Batches:

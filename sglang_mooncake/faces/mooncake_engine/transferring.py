@@ -11,7 +11,6 @@ from typing import ClassVar, Final
 
 import te
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, settle
-from sglang_mooncake.faces.mooncake_engine.exchange import NoCard
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
 from sglang_mooncake.faces.mooncake_engine.notes import packed, unpacked
 from sglang_mooncake.faces.mooncake_engine.opened import Opened, outcome
@@ -144,7 +143,7 @@ class Transferring:
             if batch.transfer is not None:
                 settle(batch.transfer, batch.limit_s, batch.is_read)
             if message is not None:
-                self._notify(target_hostname, message)
+                _notify(batch.peer, message)
 
         return outcome(_described(opcode, lengths, target_hostname), work)
 
@@ -243,12 +242,6 @@ class Transferring:
             lambda: self._ready().batches.wait(batch_ids),
         )
 
-    def _notify(self, session: str, message: bytes) -> None:
-        try:
-            self._ready().sessions.peer(session).send_note(message)
-        except (te.Error, NoCard) as exc:
-            raise RuntimeError(f"the bytes are there, but its message was not sent: {exc}") from exc
-
     def _start(
         self,
         session: str,
@@ -265,7 +258,15 @@ class Transferring:
         if len(blocks):
             transfer = peer.read(blocks) if is_read else peer.write(blocks)
         limit_s = self.options.transfer_timeout_s + blocks.total_nbytes / SLOWEST_BYTES_PER_S
-        return Batch(transfer, is_read, limit_s)
+        return Batch(transfer, is_read, limit_s, peer)
+
+
+def _notify(peer: te.Peer, message: bytes) -> None:
+    """Tells the process that the bytes went to, and no other that has its address by now."""
+    try:
+        peer.send_note(message)
+    except te.Error as exc:
+        raise RuntimeError(f"the bytes are there, but its message was not sent: {exc}") from exc
 
 
 def _described(opcode: TransferOpcode, lengths: Sequence[int], session: str) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from te_far import pattern, wait_until
 
 import te
+from sglang_mooncake.faces.mooncake_engine import transferring
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, Batches
 from sglang_mooncake.faces.mooncake_engine.engine import TransferEngine
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
@@ -183,6 +185,29 @@ def test_a_transfer_whose_message_was_not_sent_has_failed(pair, caplog, monkeypa
     assert (pair.there[:10] == pair.here[:10]).all()
 
 
+def test_who_has_the_address_of_a_peer_that_ended_gets_no_message(
+    pair, caplog, monkeypatch
+) -> None:
+    """The bytes went to the one that ended."""
+    other = near("tcp")
+    former, sessions = transferring.settle, pair.source._opened.sessions
+
+    def settle(*arguments: Any) -> None:
+        former(*arguments)
+        sessions.peer(pair.session).close()
+        sessions._one(pair.session).peer = pair.source._opened.engine.connect(
+            other._opened.engine.card()
+        )
+
+    monkeypatch.setattr(transferring, "settle", settle)
+    sent = (*pair.some(10), TransferOpcode.Write, TransferNotify("done", "1"))
+    assert pair.source.batch_transfer_sync(*sent) == -1
+    assert "the bytes are there, but its message was not sent: " in caplog.text
+    assert sessions.peer(pair.session).alive
+    sessions.peer(pair.session).send_note(packed(TransferNotify("later", "2")))
+    assert messages(other, 1) == [TransferNotify("later", "2")]
+
+
 def test_notes_that_are_no_messages_are_told_and_left_out(pair, caplog) -> None:
     session, *_ = pair.some(10)
     peer = pair.source._opened.sessions.peer(session)
@@ -230,7 +255,8 @@ class Told:
 
 
 def submitted(batches: Batches, transfer: Told, is_read: bool = False) -> int:
-    return batches.submit(lambda: Batch(transfer, is_read, 30.0))
+    nobody: Any = None
+    return batches.submit(lambda: Batch(transfer, is_read, 30.0, nobody))
 
 
 def test_one_that_takes_too_long_is_cancelled_by_who_asks() -> None:
