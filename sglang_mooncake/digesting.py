@@ -21,6 +21,7 @@ from sglang_mooncake.layout import (
     CompletionRecord,
     Difference,
     Digests,
+    DigestsDisagree,
     Layout,
     Place,
     Plan,
@@ -286,6 +287,11 @@ class LandedDigests:
             return True
         except CompletionDisagrees as error:
             failure = str(error)
+        except DigestsDisagree as error:
+            if room.view.decided:
+                return True
+            self.recorder.compared("different")
+            failure = f"what arrived is not what {asked.link} has sent digests of: {error}"
         except Exception as error:  # noqa: BLE001 - it is logged, and ends a request that needs it
             if room.view.decided:
                 return True

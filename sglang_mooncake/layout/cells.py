@@ -21,6 +21,7 @@ __all__ = [
     "Cells",
     "Difference",
     "Digests",
+    "DigestsDisagree",
     "Read",
     "Shape",
     "Unwanted",
@@ -191,6 +192,10 @@ class Difference:
     buffers: tuple[str, ...]
 
 
+class DigestsDisagree(ValueError):
+    """The two sides do not say the same of what was handed over: as bad as bytes that differ."""
+
+
 def differences(
     lists: Sequence[Cells], ours: Sequence[Digests], theirs: Sequence[Digests]
 ) -> list[Difference]:
@@ -198,14 +203,14 @@ def differences(
     several by all their items and all their buffers.
 
     Raises:
-        ValueError: they are not of the same cells.
+        DigestsDisagree: they are not of the same cells.
     """
     found = []
     for cells, one, other in zip(lists, ours, theirs, strict=True):
         if one.which != other.which or len(one.of_buffers) != len(other.of_buffers):
-            raise ValueError(f"{cells.name}: digests of other buffers")
+            raise DigestsDisagree(f"{cells.name}: digests of other buffers")
         if not np.array_equal(one.positions, other.positions):
-            raise ValueError(f"{cells.name}: digests of other items")
+            raise DigestsDisagree(f"{cells.name}: digests of other items")
         items = np.flatnonzero(one.of_items != other.of_items)
         buffers = np.flatnonzero(one.of_buffers != other.of_buffers)
         if len(items) or len(buffers):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mooncake.layout.cells import Cells, Shape
+from sglang_mooncake.layout.cells import Cells, DigestsDisagree, Shape
 from sglang_mooncake.layout.description import Layout
 from sglang_mooncake.layout.indices import Indices, in_rows, owned, ring_slots, rows_of
 from sglang_mooncake.layout.shares import Indexed, Share
@@ -106,7 +106,7 @@ class PairCells:
             pages_sent: how many pages of the prefill rank there must be; None if that is not known.
 
         Raises:
-            ValueError: it has not named these; with what differs.
+            DigestsDisagree: it has not named these; with what differs.
         """
         told = dict(digested)
         self._check_complete(told, pages_sent, aux_slot is not None)
@@ -128,9 +128,11 @@ class PairCells:
             if pages_sent is None or indexed is None or not indexed.shares:
                 continue
             if count != pages_sent * of_page:
-                raise ValueError(f"digests of {count} {name}s, and {pages_sent} pages were sent")
+                raise DigestsDisagree(
+                    f"digests of {count} {name}s, and {pages_sent} pages were sent"
+                )
         if metadata and len(self._aux[2]) and self._metadata not in told:
-            raise ValueError("no digests of metadata")
+            raise DigestsDisagree("no digests of metadata")
 
     def _on_target(
         self,
@@ -142,10 +144,10 @@ class PairCells:
         aux_slot: int | None,
     ) -> Cells:
         if len(at) and (at[0] < 0 or (at[1:] <= at[:-1]).any()):
-            raise ValueError("positions of digests that do not rise from 0")
+            raise DigestsDisagree("positions of digests that do not rise from 0")
         if which == self._metadata:
             if aux_slot is None or at.tolist() != [0]:
-                raise ValueError("digests of metadata that was not asked for")
+                raise DigestsDisagree("digests of metadata that was not asked for")
             return self._metadata_cells(1, aux_slot)
         if which in (_KV, _DRAFT_ROWS) and self._draft_rows is not None:
             size = self._target.page_size
@@ -161,7 +163,7 @@ class PairCells:
             return self._cells(which, name, indexed, at, _named(name, theirs, at), 1)
         i = which - _STATES
         if not 0 <= i < len(states):
-            raise ValueError(f"digests of a list {which} that was not asked for")
+            raise DigestsDisagree(f"digests of a list {which} that was not asked for")
         name, indexed, ring, items = self._target.states[i], self._states[i], 0, states[i]
         if indexed.segments and items is not None:
             items, ring = _slots(name, items, indexed.target_items)
@@ -233,11 +235,11 @@ def _both(
 
 def _named(name: str, items: _State, at: Indices) -> Indices:
     if items is None:
-        raise ValueError(f"digests of a {name}, and none was asked for")
+        raise DigestsDisagree(f"digests of a {name}, and none was asked for")
     _check(at, len(items), name)
     return items[at]
 
 
 def _check(at: Indices, count: int, name: str) -> None:
     if len(at) and at[-1] >= count:
-        raise ValueError(f"digests of {name} {int(at[-1])}, and {count} were asked for")
+        raise DigestsDisagree(f"digests of {name} {int(at[-1])}, and {count} were asked for")

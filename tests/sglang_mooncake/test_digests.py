@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -283,6 +284,29 @@ def test_cells_that_cannot_be_listed_fail_no_request_of_a_sample(monkeypatch, ca
         assert pair.decode.side.has_arrived(target)
         assert totals(pair.decode)["not compared"] == 1
     assert "no such row" in caplog.text
+
+
+def test_a_sample_whose_sides_disagree_on_what_was_sent_ends_its_request(monkeypatch):
+    """A page too few is as wrong as a page with other bytes."""
+    made = PairCells.of_source
+
+    def without_a_page(cells: PairCells, pages: Any, *more: Any) -> Any:
+        found = made(cells, pages, *more)
+        return tuple(
+            replace(one, positions=one.positions[:-1], items=one.items[:-1])
+            if one.name == "page"
+            else one
+            for one in found
+        )
+
+    with pair_of(verify=(Verify.SAMPLE, Verify.OFF)) as pair:
+        sampled(pair, monkeypatch)
+        monkeypatch.setattr(PairCells, "of_source", without_a_page)
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "pages were sent" in (target.view.reason or "")
+        found = totals(pair.decode)
+        assert (found["different"], found["not compared"]) == (1, 0)
 
 
 def test_what_a_sample_finds_ends_its_request(monkeypatch):
