@@ -328,7 +328,7 @@ class Incoming:
 
         self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.
         if not self._local.run(run):
-            self.close("this engine was closed")
+            self.close("this engine was closed, or can start no thread")
 
     def _answer(self, answer: Answer | str) -> None:
         """``str``: why what it asked for was not done."""

@@ -25,8 +25,9 @@ class Pool:
     calls what `atexit` knows. An engine that is closed there must still answer, also itself.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads_max: int = THREADS_MAX) -> None:
         self._name = name
+        self._threads_max = threads_max
         self._changed = threading.Condition()
         self._waiting: deque[Callable[[], None]] = deque()
         self._threads = 0
@@ -34,14 +35,14 @@ class Pool:
         self._is_stopped = False
 
     def run(self, function: Callable[[], None]) -> bool:
-        """Has ``function``, which may block, run soon; False once this was stopped."""
+        """Has ``function``, which may block, run soon; False once this was stopped, and where it
+        has no thread and none can be started."""
         with self._changed:
             if self._is_stopped:
                 return False
-            if self._idle <= len(self._waiting) and self._threads < THREADS_MAX:
-                name = f"{self._name}_{self._threads}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
-                self._threads += 1
+            wants_more = self._idle <= len(self._waiting) and self._threads < self._threads_max
+            if wants_more and not self._start() and not self._threads:
+                return False
             self._waiting.append(function)
             self._changed.notify()
         return True
@@ -53,12 +54,26 @@ class Pool:
             self._waiting.clear()
             self._changed.notify_all()
 
+    def _start(self) -> bool:
+        """One more thread, with the lock. There may be a limit of threads, and Python 3.12.0 and
+        3.12.1 start none once the interpreter has begun to end."""
+        name = f"{self._name}_{self._threads}"
+        try:
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        except RuntimeError as exc:
+            if not self._threads:
+                logger.warning("%s cannot start a thread, and has none: %s", self._name, exc)
+            return False
+        self._threads += 1
+        return True
+
     def _work(self) -> None:
         while (function := self._next()) is not None:
             try:
                 function()
             except Exception:
                 logger.exception("a bug in %s", self._name)
+            del function  # Else it would keep what it knows until the next one.
 
     def _next(self) -> Callable[[], None] | None:
         """None once this was stopped."""

@@ -97,6 +97,40 @@ def test_what_has_not_begun_when_it_is_stopped_never_does(pool: Pool) -> None:
     assert not pool.run(ran.set)
 
 
+def cannot_start(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_started_those_that_there_are_do_it(pool: Pool, monkeypatch) -> None:
+    go_on, begun, done = threading.Event(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        assert go_on.wait(NEVER_S)
+
+    assert pool.run(block)
+    assert begun.wait(NEVER_S)
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    assert pool.run(done.set)
+    assert not done.is_set()
+    go_on.set()
+    assert done.wait(NEVER_S)
+    assert len(threads()) == 1
+
+
+def test_without_any_thread_it_takes_nothing_until_one_starts(
+    pool: Pool, monkeypatch, caplog
+) -> None:
+    ran, done = threading.Event(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot_start)
+        assert not pool.run(ran.set)
+    assert "of-a-test cannot start a thread, and has none: can't start" in caplog.text
+    assert pool.run(done.set)
+    assert done.wait(NEVER_S)
+    assert not ran.is_set()
+
+
 @pytest.mark.slow
 def test_it_works_while_the_interpreter_ends() -> None:
     code = """
