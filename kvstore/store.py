@@ -79,6 +79,7 @@ class Store:
         ``OSError`` if there is not enough memory.
         """
         self._config = Config() if config is None else config
+        self._pid = os.getpid()
         self._gets: Counter[str] = Counter()
         self._puts: Counter[str] = Counter()
         self._lookups: Counter[str] = Counter()
@@ -173,8 +174,10 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Ends everything; what this process has lent is gone. Idempotent."""
-        self._undo.close()
+        """Ends everything; what this process has lent is gone. Idempotent. In a child of fork(2) it
+        does nothing: all of it is the parent's."""
+        if os.getpid() == self._pid:
+            self._undo.close()
 
     # -- memory
 

@@ -77,6 +77,7 @@ class Engine:
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
+        self._pid = os.getpid()
         config = self._config
         self._plane = Plane(
             min(config.workers, os.cpu_count() or 1),
@@ -163,7 +164,11 @@ class Engine:
         if a worker did not end within seconds, because it is in the middle of a landing: then the
         memory must not be reused or unmapped; registered buffers are kept until it ends. Calling it
         again waits again.
+
+        In a child of fork(2) it does nothing: sockets and threads are the parent's.
         """
+        if os.getpid() != self._pid:
+            return
         self._closed = True
         if self._status_socket is not None:
             self._status_socket.close()

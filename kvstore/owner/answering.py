@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -110,6 +111,9 @@ class Answerer:
                 line, _ = self._listener.accept()
             except OSError as exc:
                 if self._closing:
+                    return
+                if exc.errno == errno.EINVAL:
+                    logger.warning("another process has ended %s: nobody is let in", self._path)
                     return
                 self._strange.warn("a process of this host cannot be let in: %s", exc)
                 threading.Event().wait(0.1)  # Such as for a descriptor.

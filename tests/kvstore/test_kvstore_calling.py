@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -353,3 +354,31 @@ def test_a_closed_owner_leaves_no_socket(directory: Path) -> None:
     with Store(config(directory, 8 * MIB)):
         assert path_of(directory)
     assert not list(directory.glob("*.near"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_closes_its_parents_store_ends_nothing_of_it(
+    owner: Store, directory: Path
+) -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            owner.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with contextlib.closing(Line(path_of(directory), "abc", TIMEOUT_S)) as line:
+        assert line.window is not None, "it is let in, as before"
+
+
+def test_a_listener_that_was_shut_down_is_given_up(
+    owner: Store, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a child of fork(2) can do."""
+    assert owner._owners.own is not None
+    answerer = Answerer(owner._owners.own, directory / "shut", lambda _: None)
+    answerer._listener.shutdown(socket.SHUT_RDWR)
+    answerer._thread.join(TIMEOUT_S)
+    assert not answerer._thread.is_alive()
+    assert f"another process has ended {directory / 'shut'}: nobody is let in" in caplog.text
+    answerer.close()

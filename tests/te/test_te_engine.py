@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -96,6 +97,26 @@ def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
         source.card()
     with pytest.raises(te.TransferFailed, match="this engine was closed"):
         peer.write(te.Blocks.of([], [], [])).wait(TIMEOUT_S)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_closes_its_parents_engines_ends_nothing_of_theirs() -> None:
+    """It has their sockets, and none of their threads."""
+    config = te.Config(connect_timeout_s=TIMEOUT_S, transports=("tcp",))
+    with te.Engine(config) as source, te.Engine(config) as target:
+        pair = Pair(source, target, 1000)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                source.close()
+                target.close()
+                os._exit("closed" in repr(source))  # Its devices are not ended, either.
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        pair.peer.write(pair.blocks(0, 0, 1000)).wait(TIMEOUT_S)
+        assert (pair.dst == pair.src).all()
+        again = source.connect(target.card())
+        assert again is pair.peer
 
 
 def test_threads_end_with_the_engine(pair: Pair) -> None:
