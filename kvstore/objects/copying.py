@@ -5,7 +5,6 @@ if there is enough to copy."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from os import strerror
 from typing import Final, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from kvstore import _bytes
 from kvstore.objects.changes import Records
 from kvstore.objects.pieces import U64, Pieces
+from kvstore.threads import Threads
 
 __all__ = ["Codes", "Copier", "Foreign", "gather"]
 
@@ -40,7 +40,7 @@ class Copier:
     thread-safe. The addresses that they get are memory of this process."""
 
     def __init__(self) -> None:
-        self._helper = ThreadPoolExecutor(1, "kvstore-copy")
+        self._helper = Threads(1, "kvstore-copy")
 
     def close(self) -> None:
         """Ends the helper, after what it is at."""

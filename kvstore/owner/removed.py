@@ -6,10 +6,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from kvstore.owner.tiering import Tiering
+from kvstore.threads import Threads
 from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.tombstones import Tombstones
 
@@ -34,7 +35,7 @@ class Removed:
         self._where = where
         #: How often it is to be told still, and who tells it to object storage.
         self._count = 0
-        self._telling = ThreadPoolExecutor(TOMBSTONES_MAX, "kvstore-tombstones")
+        self._telling = Threads(TOMBSTONES_MAX, "kvstore-tombstones")
 
     def close(self) -> None:
         """Waits until all is told. Idempotent."""

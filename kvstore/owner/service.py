@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ from kvstore.protocol.messages import (
 )
 from kvstore.protocol.sockets import Sockets
 from kvstore.rate_limited_log import RateLimitedLog
+from kvstore.threads import Threads
 
 __all__ = ["Service"]
 
@@ -60,7 +60,7 @@ class _Slow:
         self.what: Final = what
         self.waiting_max: Final = waiting_max
         self._free = threading.BoundedSemaphore(waiting_max)
-        self.threads: Final = ThreadPoolExecutor(2, f"kvstore-{what}")
+        self.threads: Final = Threads(2, f"kvstore-{what}")
 
     def offer(self, work: Callable[[], object]) -> bool:
         """False if too many wait already."""
@@ -90,7 +90,7 @@ class Service:
         self._slow = _Slow("publications", SLOW_MAX)
         self._promotions = _Slow("promotions", PROMOTIONS_MAX)
         self._fencing = Fencing()
-        self._ticks = ThreadPoolExecutor(1, "kvstore-ticks")
+        self._ticks = Threads(1, "kvstore-ticks")
         self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
         self._ticking = False
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
@@ -248,8 +248,7 @@ class Service:
             try:
                 self._ticks.submit(self._tick)
             except RuntimeError:
-                # The interpreter ends, and nobody has closed this: its threads were ended first.
-                self._closing = True
+                self._closing = True  # Its threads were ended between the two.
 
     def _tick(self) -> None:
         try:

@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final
 
 from kvstore.memory.slab import UNIT_BYTES
 from kvstore.rules.ledger import Demoting
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
+from kvstore.threads import Threads
 from kvstore.tiers.base import Laid, Tier, Usage, Wanted
 
 __all__ = ["Tiering"]
@@ -58,7 +59,7 @@ class Tiering:
         self._is_writing = False
         #: Reads under way. A device that hangs keeps its slots, and no caller beyond his deadline.
         self._reads = 0
-        self._readers = ThreadPoolExecutor(READS_MAX, "kvstore-up")
+        self._readers = Threads(READS_MAX, "kvstore-up")
         self._thread = threading.Thread(target=self._run, name="kvstore-down", daemon=True)
         self._thread.start()
 

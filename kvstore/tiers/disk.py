@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ import xxhash
 from kvstore.memory.policies import Policy
 from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.changes import Records
+from kvstore.threads import Threads
 from kvstore.tiers.base import Found, Laid, Usage, Wanted, Written
 from kvstore.tiers.heads import (
     PLACE_HEAD,
@@ -59,7 +59,7 @@ class Disk:
         self._segments = Segments(self._files.count, units, policy)
         self._directory = directory
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(THREADS, "kvstore-disk")
+        self._pool = Threads(THREADS, "kvstore-disk")
         self._pages = threading.local()
         self._failed = self._corrupted = 0
         self._is_failing = False

@@ -378,16 +378,34 @@ from sglang_mooncake.sglang.drop_in import install
 install()
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-assert store.setup("h", "P2PHANDSHAKE", 4 << 20, 1 << 16, "tcp", "", "m:1") == 0
+assert store.setup("h", "P2PHANDSHAKE", 4 << 20, 1 << 20, "tcp", "", "m:1") == 0
 assert store.put("of a process that ends", b"v") == 0
 """
 
 
-@pytest.mark.slow
-def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> None:
-    given = {"directory": str(directory), "request_timeout_s": NEVER_S}
+ENDS_WITH_A_CHILD = f"""{ENDS}
+import os, socket
+from pathlib import Path
+(near,) = Path(json.loads(os.environ["SGLANG_MOONCAKE_STORE"])["directory"]).glob("*.near")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    line.connect(str(near))
+assert store.get("of a process that ends") == b"v"
+"""
+ENDS_WITH_A_DISK = f"""{ENDS}
+for i in range(6):
+    assert store.put(str(i), bytes([i]) * (256 << 10)) == 0
+"""
+
+
+def ended(code: str, directory: Path, **more: object) -> None:
+    """A process has run that, and nothing looked like a bug at its end."""
+    given = {"directory": str(directory), "request_timeout_s": NEVER_S} | more
     done = subprocess.run(
-        [sys.executable, "-c", ENDS],
+        [sys.executable, "-c", code],
         env={
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
@@ -400,6 +418,27 @@ def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> 
     assert done.returncode == 0, done.stderr
     for said in ("Traceback", "a bug in", "does not unmap"):
         assert said not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> None:
+    ended(ENDS, directory)
+
+
+@pytest.mark.slow
+def test_a_forked_child_that_ends_leaves_its_parents_store_alone() -> None:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        ended(ENDS_WITH_A_CHILD, Path(path))
+
+
+@pytest.mark.slow
+def test_what_lies_in_memory_when_the_interpreter_ends_goes_to_the_disk(tmp_path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        ended(ENDS_WITH_A_DISK, Path(path), disk=str(tmp_path / "disk"), disk_size=64 << 20)
+        again = store_of(Path(path), disk=tmp_path / "disk", disk_size=64 << 20)
+        assert again.setup("h", "P2PHANDSHAKE", MEMORY, BUFFER, "tcp", "", "m:1") == 0
+        assert [again.get(str(i)) for i in range(6)] == [bytes([i]) * (256 << 10) for i in range(6)]
+        assert again.close() == 0
 
 
 def test_what_it_has_not_is_said(store) -> None:
