@@ -45,8 +45,6 @@ __all__ = ["HOST", "HostHandle"]
 logger = logging.getLogger(__name__)
 
 HOST: Final = "the owner of this host's store"
-FETCH_BYTES_MIN: Final = 1 << 20
-"""So much or more is read by the owner: two questions take as long as copying half of it."""
 FETCH_PIECE_BYTES: Final = 2 << 10
 """Of smaller pieces each takes longer than to copy it (0.5 µs)."""
 FETCH_BYTES: Final = 64 << 20
@@ -91,7 +89,8 @@ class HostHandle(AskedHandle):
         """Whether the owner is to read these, and how many for one question."""
         nbytes, count = pieces.object_bytes, len(pieces.nbytes)
         room = TRAY_BYTES // 8 // count - 1  # Their addresses go through the tray.
-        is_much = len(pieces) * nbytes >= FETCH_BYTES_MIN and nbytes >= count * FETCH_PIECE_BYTES
+        # What fits the tray takes one question instead of two.
+        is_much = len(pieces) * nbytes > TRAY_BYTES and nbytes >= count * FETCH_PIECE_BYTES
         if is_much and room > 0 and self._caller.hello.reads:
             return True, min(max(FETCH_BYTES // nbytes, 1), room)
         return False, max(TRAY_BYTES // nbytes, 1)

@@ -82,13 +82,14 @@ def is_stored(store: Store, room: Room) -> bool:
 def test_the_owner_reads_what_is_large(host: Store, asked: list[type[Question]]) -> None:
     room = large(host)
     pieces = room.split(9, 300_000, MIB - 300_009)
-    assert host.put(NAMES[:1], SIG, pieces.between(0, 1)) == [Put.STORED]
-    assert host.put(NAMES, SIG, pieces) == [Put.EXISTS, Put.STORED, Put.STORED]
-    assert asked == [Fetch, Keep] * 2
+    assert host.put(NAMES, SIG, pieces) == [Put.STORED] * 3
+    assert asked == [Fetch, Keep]
     assert is_stored(host, room)
     del asked[:]
     assert host.put(NAMES, SIG, pieces) == [Put.EXISTS] * 3
     assert asked == [], "the table says so"
+    assert host.put(keys(2, 42), SIG, pieces.between(0, 2)) == [Put.STORED] * 2
+    assert asked == [Take], "they fit the tray"
 
 
 def test_many_are_read_for_several_questions(
