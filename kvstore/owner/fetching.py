@@ -56,7 +56,8 @@ class Fetching:
             return Unread(str(exc.strerror))
         except ValueError as exc:
             return Refused(str(exc))
-        self._held = claim, sums
+        if claim.slots:
+            self._held = claim, sums
         return Fetched([one.value for one in claim.verdicts])
 
     def keep(self) -> Answer:
@@ -64,8 +65,7 @@ class Fetching:
         held, self._held = self._held, None
         if held is None:
             return Refused("nothing was fetched")
-        if held[0].slots:
-            self._owner.keep(*held)
+        self._owner.keep(*held)
         return Done()
 
     def drop(self) -> None:

@@ -4,6 +4,7 @@ once the client says that they have not changed meanwhile."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect
     assert line.ask(Keep(), TIMEOUT_S) == Done()
     assert is_stored(lender, room)
     assert fetch(line, room, [MIB]) == Fetched(["exists"] * 3)
-    assert line.ask(Keep(), TIMEOUT_S) == Done()
+    assert line.ask(Keep(), TIMEOUT_S) == Refused("nothing was fetched")
 
 
 def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> None:
@@ -231,6 +232,21 @@ def test_a_client_that_says_nothing_more_costs_slots_until_the_claim_s_deadline(
     with pytest.raises(NoAnswer):
         line.ask(Keep(), TIMEOUT_S)
     assert not lender.exists(NAMES, SIG, MIB).any()
+
+
+def test_a_client_that_was_granted_nothing_may_be_silent(
+    directory: Path, asked: list[type[Question]]
+) -> None:
+    """It has nothing to keep, and no claim that could be overdue."""
+    try:
+        with Store(shared(directory, 64 * MIB, claim_timeout_s=0.2)) as store:
+            chunk = Room(store, 1, 8 * MIB)
+            assert store.put(NAMES[:1], SIG, chunk.pieces) == [Put.TOO_LARGE]
+            assert asked == [Fetch]
+            time.sleep(0.5)
+            assert store.put(NAMES, SIG, large(store).pieces.cut(0, 4096)) == [Put.STORED] * 3
+    finally:
+        end_all(directory)
 
 
 def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Connect) -> None:
