@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Line:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as exc:  # Too many open files.
             raise NoAnswer(f"owner {name} cannot be called: {exc}") from exc
+        _made.add(self)
         try:
             self._wait_until(until_s)
             self._socket.connect(path)
@@ -151,6 +153,10 @@ class Line:
         """Ends it."""
         self._socket.close()
 
+    def let_go(self) -> None:
+        """In a child, which may outlive the parent: the parent's is not ended."""
+        self._socket.close()
+
     def _read(self, raw: bytes | memoryview) -> Answer:
         if not len(raw):
             raise NoAnswer(f"owner {self._name} has ended the connection")
@@ -169,7 +175,9 @@ class Line:
 
 
 class Caller:
-    """Calls one owner; from any thread."""
+    """Calls one owner; from any thread of the process that has made it. To a child of that it is
+    closed: two processes on one line would take each other's answers, and an owner would read the
+    parent's memory where the child's is meant."""
 
     def __init__(
         self,
@@ -189,6 +197,7 @@ class Caller:
         self._waits = map_table is not None
         self._map_table: Callable[[int], object] | None = None if map_table is None else _known
         self._is_closed = False
+        self._pid = os.getpid()
         self._nonce = nonce
         line = Line(path, name, timeout_s, map_table=map_table, nonce=nonce)
         if engine is not None and line.hello.engine != engine:
@@ -198,6 +207,7 @@ class Caller:
         self.window: Final = line.window
         self._idle = [line]
         self._lines = 1
+        _made.add(self)
 
     @property
     def alive(self) -> bool:
@@ -241,6 +251,12 @@ class Caller:
         for line in idle:
             line.close()
 
+    def let_go(self) -> None:
+        """In a child: it is closed. Another thread of the parent may have had the lock."""
+        self._lock = threading.Condition()
+        self._is_closed = True
+        self._idle = []
+
     def answer(self, line: Line, question: Question, until_s: float) -> Answer:
         """As ``ask``, over a line that ``line`` has given."""
         answer = line.ask(question, until_s - time.monotonic())
@@ -282,6 +298,8 @@ class Caller:
 
     def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
         """A line, or whether there may be a new one."""
+        if self._pid != os.getpid():  # Of a fork in C, ``os.register_at_fork`` does not hear.
+            raise NoAnswer(f"the connections to owner {self._name} are another process's")
         with self._lock:
             if self._waits:
                 self._lock.wait_for(
@@ -297,6 +315,18 @@ class Caller:
             if self._waits:
                 raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
             return None, False
+
+
+_made: Final = weakref.WeakSet[Line | Caller]()
+
+
+def _let_go() -> None:
+    """In a process that was forked."""
+    for one in list(_made):
+        one.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _greet(nonce: NonceMemory | None) -> Greet:

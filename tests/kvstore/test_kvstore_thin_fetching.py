@@ -4,6 +4,8 @@ once the client says that they have not changed meanwhile."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,6 +155,43 @@ def test_a_source_that_was_used_again_meanwhile_is_not_stored(
     assert not host.exists(NAMES, SIG, MIB).any()
     until(lambda: host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3, "the slots are free")
     assert is_stored(host, room)
+
+
+Fork = Callable[[], int]
+
+
+@pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["Python", "C"])
+@pytest.mark.parametrize("nbytes", [MIB, 4096])
+def test_a_child_stores_nothing_over_its_parent_s_lines(
+    fork: Fork, nbytes: int, host: Store
+) -> None:
+    """The owner would read the parent's memory where the child means its own."""
+    room = large(host)
+    pieces = room.pieces.cut(0, nbytes)
+    pid = fork()
+    if not pid:
+        try:
+            room.bytes[:] = 2
+            is_refused = host.put(NAMES, SIG, pieces) == [Put.UNREACHABLE] * 3
+            os._exit(0 if is_refused else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert not host.exists(NAMES, SIG, nbytes).any()
+    assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3, "the parent's lines work"
+    assert is_stored(host, room)
+
+
+def test_a_child_that_stays_keeps_no_line_open(host: Store) -> None:
+    caller = host._owners._link.caller  # type: ignore[attr-defined]
+    with caller.line(TIMEOUT_S) as line:  # As if another thread had it.
+        assert line is not None
+        pid = os.fork()
+        if not pid:
+            closed = line._socket.fileno() == -1 and not caller.alive
+            os._exit(0 if closed else 1)
+        assert os.waitpid(pid, 0) == (pid, 0)
+    assert caller._idle == [line]
 
 
 # -- what the owner answers
