@@ -317,7 +317,7 @@ class Store:
 
         An object is either stored whole or not at all. The source must not change before this
         returns, unless ``deadline`` was ended before, which stands for ``timeout_s`` if it is
-        given: what another process would have to publish after that is not stored.
+        given: what had not been copied or written whole by then is not stored.
 
         Raises:
             te.BoundsError: a source is not registered.

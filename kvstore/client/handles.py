@@ -56,7 +56,7 @@ from kvstore.protocol.messages import (
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import Promoted, PromotionState
 
-__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle", "of_each"]
+__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle", "check_unchanged", "of_each"]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
@@ -151,16 +151,19 @@ class LocalHandle:
         return 1 << 62
 
     def take(
-        self,
-        keys: Keys,
-        signature: bytes,
-        pieces: Pieces,
-        deadline: Deadline,  # noqa: ARG002
+        self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> Sequence[Verdict]:
         """See ``Handle``. It does not wait."""
-        verdicts = self._owner.take(keys, signature, pieces)
-        self._owner.tell()
-        return verdicts
+        claim, checksums = self._owner.fill(keys, signature, pieces)
+        if claim.slots:
+            try:
+                check_unchanged(deadline)
+            except NoAnswer:
+                self._owner.drop(claim)
+                raise
+            self._owner.keep(claim, checksums)
+            self._owner.tell()
+        return claim.verdicts
 
     def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         """See ``Handle``. A claim costs no message here."""
@@ -383,14 +386,17 @@ class RemoteHandle(AskedHandle):
         nbytes = pieces.object_bytes
         until_s = time.monotonic() + min(deadline.left_s, self._timeout_s)
         answer: Answer | None = None
+
+        def fill(address: int) -> None:
+            gather(pieces, address)
+            check_unchanged(deadline)
+
         if self._caller is not None:
             question = Take(keys.tobytes(), signature, nbytes)
-            answer = self._caller.ask_with_tray(
-                lambda address: gather(pieces, address), question, until_s - time.monotonic()
-            )
+            answer = self._caller.ask_with_tray(fill, question, until_s - time.monotonic())
         if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
             data = np.empty(len(pieces) * nbytes, np.uint8)
-            gather(pieces, data.ctypes.data)
+            fill(data.ctypes.data)
             answer = self._owner.asker.ask(
                 Store(keys.tobytes(), signature, nbytes, data.tobytes()),
                 until_s - time.monotonic(),
@@ -449,3 +455,10 @@ def of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
     if len(said) != len(keys):
         raise ValueError(f"{len(said)} answers for {len(keys)} objects")
     return [kind(one) for one in said]
+
+
+def check_unchanged(deadline: Deadline) -> None:
+    """For a source that has been copied: that the deadline is over may mean that it was used again
+    meanwhile."""
+    if deadline.is_over:
+        raise NoAnswer("the deadline was over before the objects were stored")

@@ -14,7 +14,7 @@ import numpy as np
 
 import te
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import AskedHandle, of_each
+from kvstore.client.handles import AskedHandle, check_unchanged, of_each
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
@@ -102,7 +102,7 @@ class HostHandle(AskedHandle):
         with self._caller.line(until_s - time.monotonic(), nbytes) as line:
             assert line is not None, "it waits for a line"
             gather(pieces, line.tray.address)
-            self._check(deadline)
+            check_unchanged(deadline)
             question = Take(keys.tobytes(), signature, pieces.object_bytes)
             taken = self._expected(self._caller.answer(line, question, until_s), Stored)
             return self._verdicts(keys, taken.verdicts)
@@ -126,18 +126,13 @@ class HostHandle(AskedHandle):
                 return None
             fetched = self._expected(answer, Fetched)
             verdicts = self._verdicts(keys, fetched.verdicts)
-            self._check(deadline)
+            check_unchanged(deadline)
             if Verdict.GRANTED in verdicts:
                 self._expected(self._caller.answer(line, Keep(), until_s), Done)
             return verdicts
 
     def _until_s(self, deadline: Deadline) -> float:
         return time.monotonic() + min(deadline.left_s, self._timeout_s)
-
-    def _check(self, deadline: Deadline) -> None:
-        """Its end may mean that the source was used again while it was copied."""
-        if deadline.is_over:
-            raise NoAnswer("the deadline was over before the objects were stored")
 
     def _verdicts(self, keys: Keys, said: Sequence[str]) -> list[Verdict]:
         with self._sense("what it has stored"):

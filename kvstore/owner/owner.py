@@ -261,16 +261,20 @@ class Owner:
     def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
         """Stores objects of one signature and size that lie in this process's memory, which the
         processor can read. Those that are granted can be read now; who calls has to ``tell``."""
-        claim, checksums = self._filled(keys, signature, pieces, self._copier.take)
+        claim, checksums = self.fill(keys, signature, pieces)
         if claim.slots:
             self.keep(claim, checksums)
         return claim.verdicts
 
+    def fill(self, keys: Keys, signature: bytes, pieces: Pieces) -> tuple[Claim, U64]:
+        """As ``take``, but nobody can read them yet: if there are slots, ``keep`` or ``drop`` has
+        to follow."""
+        return self._filled(keys, signature, pieces, self._copier.take)
+
     def fetch(
         self, foreign: Foreign, keys: Keys, signature: bytes, pieces: Pieces
     ) -> tuple[Claim, U64]:
-        """Copies objects out of another process's memory; ``keep`` or ``drop`` has to follow.
-        ``OSError`` if it cannot be read."""
+        """As ``fill``, out of another process's memory. ``OSError`` if it cannot be read."""
         return self._filled(keys, signature, pieces, partial(self._copier.fetch, foreign))
 
     def _filled(

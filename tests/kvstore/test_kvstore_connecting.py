@@ -16,10 +16,12 @@ from store_makers import SIG, TIMEOUT_S, Room, config, keys, until
 from store_objects import KEYS, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
-from kvstore.client import writing
+from kvstore.client import handles, writing
 from kvstore.client.connecting import PAUSE_S, PAUSE_S_MAX, Connections, Known
 from kvstore.client.deadline import Deadline
+from kvstore.client.handles import RemoteHandle
 from kvstore.client.owners import OWN
+from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Line
@@ -236,6 +238,37 @@ def test_a_put_whose_deadline_was_ended_is_not_published(
     assert owner._owners.own is not None
     until(lambda: owner._owners.own.stats().abandoned == N, "its slots are free")  # type: ignore[union-attr]
     assert not owner.exists(KEYS, SIG, NBYTES).any()
+
+
+@pytest.mark.parametrize("way", ["own memory", "tray", "message"])
+def test_a_put_whose_deadline_was_ended_while_it_was_copied_is_not_stored(
+    way: str, guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = owner if way == "own memory" else guest
+    until(store._owners.usable)
+    handle, deadline = handle_of(store, store._owners.usable()[0]), Deadline(TIMEOUT_S)
+    if way == "message":
+        assert isinstance(handle, RemoteHandle)
+        handle._caller = None
+    source, some = filled(store), KEYS[:2]
+    pieces = source.pieces.between(0, 2)
+    target, name = (Copier, "take") if way == "own memory" else (handles, "gather")
+    copy = getattr(target, name)
+
+    def changing(*args: Any) -> Any:
+        deadline.end()
+        source.bytes[1] = 7
+        return copy(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, changing)
+        outcomes = writing.put_at_once(handle, some, SIG, pieces, deadline)
+    assert outcomes == [Put.UNREACHABLE] * 2
+    own = owner._owners.own
+    assert own is not None
+    assert not own.holds(some, SIG, NBYTES).any()
+    assert own._slab.used_bytes == 0
+    assert store.put(KEYS, SIG, filled(store).pieces) == [Put.STORED] * N
 
 
 def test_a_put_after_its_deadline_stores_nothing(owner: Store) -> None:
