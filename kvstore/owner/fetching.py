@@ -38,7 +38,8 @@ class Fetching:
         self.drop()
         keys = keys_of(question.keys)
         if self._foreign is None:
-            return Refused("no memory can be read where no nonce was told")
+            # Of the first line it could, perhaps: then it is copied out of the tray.
+            return Unread("the memory of the process at this line cannot be read")
         words = (len(keys) + 1) * question.pieces
         if not len(keys) or len(question.keys) % KEY_BYTES or 8 * words > self._tray.nbytes:
             return Refused(

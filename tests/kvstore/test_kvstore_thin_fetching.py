@@ -137,6 +137,18 @@ def test_memory_that_cannot_be_read_comes_through_the_tray(
     assert is_stored(host, room)
 
 
+def test_a_later_line_that_cannot_be_read_has_a_tray(
+    host: Store, asked: list[type[Question]]
+) -> None:
+    """As if Yama, or the process itself, had forbidden it meanwhile."""
+    room, caller = large(host), host._owners._link.caller  # type: ignore[attr-defined]
+    caller._nonce = None
+    with caller.line(TIMEOUT_S):
+        assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3
+    assert asked == [Fetch, Take, Take]
+    assert is_stored(host, room)
+
+
 def test_a_source_that_was_used_again_meanwhile_is_not_stored(
     host: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,5 +350,5 @@ def test_who_tells_no_nonce_or_a_wrong_one_is_not_read(lender: Store, connect: C
     for nonce in (None, wrong):
         line = connect(nonce)
         assert not line.hello.reads
-        assert isinstance(fetch(line, room, [MIB]), Refused)
+        assert isinstance(fetch(line, room, [MIB]), Unread)
     assert used(lender) == 0
