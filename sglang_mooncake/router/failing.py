@@ -17,6 +17,7 @@ from sglang_mooncake.router.sglang_http import error_in
 __all__ = [
     "CONNECT_S",
     "KINDS",
+    "NO_ANSWER",
     "Failed",
     "Kind",
     "begin_of",
@@ -28,6 +29,9 @@ __all__ = [
 
 #: A server accepts a connection at once, unless its host is gone.
 CONNECT_S: Final = 5.0
+#: How a question to a server fails. ``UnicodeError`` is what a look-up raises of a host that can be
+#: no name, such as ``a..b`` or one with a label above 63 characters.
+NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, UnicodeError)
 #: What is kept of an answer that says that the request has failed.
 ERROR_BYTES_MAX: Final = 64 << 10
 #: These may be another server's to answer better; all others are about the request itself.
@@ -69,7 +73,7 @@ def talking_to(server: Server) -> Iterator[None]:
     """What can go wrong on the way becomes ``Failed``."""
     try:
         yield
-    except aiohttp.ClientConnectorError as error:
+    except (aiohttp.ClientConnectorError, UnicodeError) as error:
         raise Failed(server, "unreachable", words_of(error)) from error
     except aiohttp.ConnectionTimeoutError as error:
         raise Failed(server, "unreachable", f"no connection within {CONNECT_S:g} s") from error

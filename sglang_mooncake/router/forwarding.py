@@ -23,6 +23,7 @@ from aiohttp import ClientResponse, web
 
 from sglang_mooncake.router.failing import (
     CONNECT_S,
+    NO_ANSWER,
     Failed,
     check,
     refused,
@@ -166,7 +167,7 @@ class Forwarder:
     async def abort(self, server: Server, rid: str, headers: Mapping[str, str]) -> None:
         """Tells a server to end a request; whether it does is not waited for long."""
         # A server that does not take it notices that the connection is closed, some seconds later.
-        with suppress(aiohttp.ClientError, TimeoutError):
+        with suppress(*NO_ANSWER):
             async with self._session.post(
                 f"{server.url}/abort_request",
                 json={"rid": rid},

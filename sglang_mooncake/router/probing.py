@@ -11,6 +11,7 @@ from http import HTTPStatus
 import aiohttp
 
 from sglang_mooncake.router.each import TICK_S, one_for_each
+from sglang_mooncake.router.failing import NO_ANSWER
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.routing import note_answer, note_failure
 from sglang_mooncake.router.servers import Server, Servers
@@ -48,9 +49,9 @@ class Prober:
         try:
             async with self._session.get(url, timeout=self._timeout) as response:
                 status = response.status
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, UnicodeError) as error:
             note_failure(server, str(error), self._clock(), 1)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except NO_ANSWER as error:
             note_failure(server, str(error) or "no answer", self._clock(), most)
         else:
             if status == HTTPStatus.OK:

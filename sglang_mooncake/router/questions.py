@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
-from sglang_mooncake.router.failing import CONNECT_S, begin_of, words_of
+from sglang_mooncake.router.failing import CONNECT_S, NO_ANSWER, begin_of, words_of
 from sglang_mooncake.router.servers import Server
 
 __all__ = ["SERVER_INFO", "Said", "ask", "decoded"]
@@ -60,7 +60,7 @@ async def ask(
             timeout=aiohttp.ClientTimeout(total=ANSWER_S + wait_s, sock_connect=CONNECT_S),
         ) as response:
             answer = await begin_of(response.content, ANSWER_BYTES_MAX + 1)
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except NO_ANSWER as error:
         return Said(0, f"{server}: {words_of(error)}".encode(), _is_refused(error))
     if len(answer) > ANSWER_BYTES_MAX:
         return Said(0, f"{server}: its answer is longer than {ANSWER_BYTES_MAX} bytes".encode())
