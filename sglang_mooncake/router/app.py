@@ -16,9 +16,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +32,7 @@ from bootstrap_server.decoding import excerpt
 from bootstrap_server.http.metrics import process_lines
 from bootstrap_server.prometheus_text import CONTENT_TYPE
 from sglang_mooncake.router.asking import Asking
+from sglang_mooncake.router.each import kept_up
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder, request_headers
@@ -55,16 +55,12 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "make_app", "servers_of"]
 
-logger = logging.getLogger(__name__)
-
 VIEWS: Final = web.AppKey("views", Mapping[Server, PrefillView])
 """What is known of each prefill server."""
 
 #: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
 #: as it is used again costs the request its second attempt.
 KEEPALIVE_S: Final = 2.0
-#: A background job that has failed begins again after so long.
-BEGIN_AGAIN_S: Final = 5.0
 _NO_KEYS: Final = Keys()
 
 
@@ -95,20 +91,20 @@ async def make_app(
     forwarder = Forwarder(session, options.request_timeout_s, options.max_body_bytes, clock)
     routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
     prober = Prober(session, servers, options, clock)
-    watching = [asyncio.create_task(_kept_up("asking servers for their health", prober.run))]
+    watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
         source = EventSource(session, routing.views.values, headers, clock)
-        watching.append(asyncio.create_task(_kept_up("following KV events", source.run)))
+        watching.append(asyncio.create_task(kept_up("following KV events", source.run)))
 
     if pool is not None:
-        watching.append(asyncio.create_task(_kept_up("looking after the store", pool.run)))
+        watching.append(asyncio.create_task(kept_up("looking after the store", pool.run)))
     membership = Membership(servers)
     registries = RegistrySource(
         options.registries, keys, membership, lambda _: routing.servers_changed(), clock
     )
     if options.registries:
-        watching.append(asyncio.create_task(_kept_up("asking registries", registries.run)))
+        watching.append(asyncio.create_task(kept_up("asking registries", registries.run)))
 
     async def close(_: web.Application) -> None:
         for task in watching:
@@ -126,17 +122,6 @@ async def make_app(
     known = Known(servers, routing.views, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app
-
-
-async def _kept_up(what: str, job: Callable[[], Awaitable[None]]) -> None:
-    """Begins again where it ends, which is a mistake of the router's: without it no server that is
-    ill would ever be well again."""
-    while True:
-        try:
-            await job()
-        except Exception:
-            logger.exception("%s has failed and begins again in %g s", what, BEGIN_AGAIN_S)
-        await asyncio.sleep(BEGIN_AGAIN_S)
 
 
 class _Own:

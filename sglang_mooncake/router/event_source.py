@@ -72,7 +72,7 @@ class EventSource:
         """Never returns."""
         self._context = zmq.asyncio.Context()
         try:
-            await one_for_each(self._views, self._follow)
+            await one_for_each("following KV events for", self._views, self._follow)
         finally:
             self._context.destroy(linger=0)
 

@@ -232,6 +232,9 @@ class PrefillView:
         self._ended_s = -math.inf
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
 
+    def __repr__(self) -> str:
+        return f"the view of {self.server}"
+
     def figures(self, look: Look, now_s: float) -> Figures:
         """For one prompt."""
         self._forget_former()

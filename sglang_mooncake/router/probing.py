@@ -35,7 +35,7 @@ class Prober:
 
     async def run(self) -> None:
         """Never returns."""
-        await one_for_each(self._servers.all, self._watch)
+        await one_for_each("asking for the health of", self._servers.all, self._watch)
 
     async def _watch(self, server: Server) -> None:
         while True:

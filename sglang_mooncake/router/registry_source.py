@@ -53,6 +53,9 @@ class Registry:
         self.servers = 0
         self.is_silent = False
 
+    def __repr__(self) -> str:
+        return f"the registry at {self.address}"
+
     def age_s(self, now_s: float) -> float | None:
         """Time since its last answer; None if there was none."""
         return None if self.heard_s is None else now_s - self.heard_s
@@ -132,7 +135,7 @@ class RegistrySource:
 
     async def run(self) -> None:
         """Never returns."""
-        await one_for_each(lambda: self.registries, self._follow)
+        await one_for_each("asking", lambda: self.registries, self._follow)
 
     async def _follow(self, registry: Registry) -> None:
         began_s = self._clock()

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server whose host is no name, beside others that work."""
+"""One server that is bad, or one job that fails, beside others that work."""
 
 from __future__ import annotations
+
+import asyncio
+from collections import Counter
 
 import pytest
 from router_world import World, run, until
 
+from sglang_mooncake.router import each
+from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.servers import Server
 
 #: What Python's look-up of a host raises ``UnicodeError`` for.
@@ -31,3 +36,37 @@ def test_a_server_whose_host_is_no_name_fails_alone(host: str) -> None:
             assert len(good.asked) == 2
 
     run(job())
+
+
+def test_a_job_that_fails_begins_again_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(each, "BEGIN_AGAIN_S", 0.001)
+    monkeypatch.setattr(each, "TICK_S", 0.001)
+    there, begun, ended = {"good", "bad"}, Counter[str](), Counter[str]()
+
+    async def job(one: str) -> None:
+        begun[one] += 1
+        if one == "bad":
+            raise ZeroDivisionError
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended[one] += 1
+
+    async def look() -> None:
+        task = asyncio.create_task(one_for_each("looking at", lambda: there, job))
+        await until(lambda: begun["bad"] > 2)
+        assert (begun["good"], ended["good"]) == (1, 0)
+        assert "looking at bad has failed and begins again" in caplog.text
+        there.remove("bad")
+        there.add("late")
+        await until(lambda: begun["late"])
+        before = begun["bad"]
+        await asyncio.sleep(0.01)
+        assert begun["bad"] == before
+        task.cancel()
+        await asyncio.wait([task])
+        assert ended == {"good": 1, "late": 1}
+
+    run(look())
