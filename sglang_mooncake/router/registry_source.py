@@ -29,6 +29,7 @@ from sglang_mooncake.fetching import fetch_named
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.membership import Change, Listed, Membership
 from sglang_mooncake.router.servers import ROLES, Role
+from sglang_mooncake.router.sglang_http import is_host
 
 __all__ = ["Registry", "RegistrySource", "listed_of"]
 
@@ -97,6 +98,11 @@ def listed_of(role: Role, name: str, instance: Instance, address: str) -> Listed
     """The server whose instance the registry at ``address`` keeps by that name. ``BootstrapError``
     for one that requests cannot be sent to."""
     first = instance.ranks[0]
+    if not is_host(first.host):
+        raise BootstrapError(
+            f"the {role} server {name!r} at the registry {address} has the host {first.host!r},"
+            " which is neither an IP address nor a host name: let it register with one"
+        )
     host = f"[{first.host}]" if ":" in first.host else first.host
     if role == "decode":
         return Listed(role, f"http://{host}:{first.port}")

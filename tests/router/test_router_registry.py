@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -347,3 +348,50 @@ def test_where_requests_for_a_listed_server_go(
 def test_a_server_that_cannot_be_asked_is_said_so(name: str, port: int | None, why: str) -> None:
     with pytest.raises(BootstrapError, match=why):
         listed_of("prefill", name, instance("10.0.0.1", port), "reg:7")
+
+
+@pytest.mark.parametrize(
+    "host", ["a..b", "a" * 64, ".", "x[", "[::1", "a@b", "a/b", "a?b", "a#b", "a:b", "::1%", "é"]
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_server_whose_host_is_no_host_is_not_listed(role: Role, host: str) -> None:
+    with pytest.raises(BootstrapError, match="neither an IP address nor a host name"):
+        listed_of(role, "10.0.0.1-8998", instance(host, 30_000), "reg:7")
+
+
+LABEL = st.text("abcXYZ019_-", min_size=1, max_size=63)
+
+
+@given(host=st.one_of(st.lists(LABEL, min_size=1, max_size=3).map(".".join), st.ip_addresses()))
+def test_a_listed_url_is_of_the_host_that_is_listed(host: object) -> None:
+    url = listed_of("decode", "x", instance(str(host), None), "reg:7").url
+    assert (urlsplit(url).hostname, urlsplit(url).port) == (str(host).lower(), 4711)
+
+
+@given(host=st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), min_size=1))
+def test_whatever_host_is_listed_the_url_is_of_it(host: str) -> None:
+    try:
+        url = listed_of("decode", "x", instance(host[:255], None), "reg:7").url
+    except BootstrapError:
+        return
+    assert (urlsplit(url).hostname, urlsplit(url).port) == (host.lower(), 4711)
+
+
+def test_a_server_with_a_bad_host_keeps_no_other_from_joining(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def job() -> None:
+        with BootstrapServer("127.0.0.1", 0, lease_s=1000.0) as registry:
+            address = f"127.0.0.1:{registry.port}"
+            async with World(are_named=False, registries=(address,)) as world:
+
+                def bad() -> None:
+                    with BootstrapClient(address, 20.0, instance="a", role="decode") as client:
+                        client.register(RankRecord(CONFIG, Rank(FIRST, "x[", 1, 1)))
+
+                await asyncio.to_thread(bad)
+                await until(lambda: "has the host 'x['" in caplog.text)
+                await asyncio.to_thread(register, registry, *world.prefill, *world.decode)
+                await until(lambda: len(world.servers.all()) == 2)
+
+    run(job())
