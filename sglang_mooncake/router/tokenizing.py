@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from sglang_mooncake.router.sglang_http import CHAT, Body, given
 
-__all__ = ["TextTokens", "load"]
+__all__ = ["TEXT_MAX", "TextTokens", "load"]
 
 #: Members of a chat that change its prompt in ways that this module does not follow.
 _OTHER: Final = (
@@ -32,6 +32,9 @@ _OTHER: Final = (
     "reasoning_effort",
     "task",
 )
+#: Characters of a text that tokens are made of, twice as many as the longest prompts of today's
+#: models have. More would cost a processor seconds, and a client is free to send any text.
+TEXT_MAX: Final = 2 << 20
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -93,12 +96,13 @@ class TextTokens:
         """``special``: the special tokens by the names that templates use."""
         self._tokenizer, self._template, self._special = tokenizer, template, special
 
-    def of_text(self, text: str) -> tuple[int, ...]:
-        """Of a prompt that is text."""
-        return tuple(self._tokenizer.encode(text).ids)
+    def of_text(self, text: str) -> tuple[int, ...] | None:
+        """Of a prompt that is text; None where it is longer than ``TEXT_MAX``."""
+        return self._encoded(text, special=True)
 
     def of_chat(self, body: Body) -> tuple[int, ...] | None:
-        """Of a chat's messages; None where they are of a kind that this module does not follow."""
+        """Of a chat's messages; None where they are of a kind that this module does not follow,
+        or longer than ``TEXT_MAX``."""
         if self._template is None or any(given(body, name) for name in _OTHER):
             return None
         try:
@@ -119,7 +123,14 @@ class TextTokens:
             )
         except (msgspec.DecodeError, jinja2.TemplateError, TypeError, ValueError, RecursionError):
             return None  # A server says what is wrong with it, or knows more than this module.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encoded(text, special=False)
+
+    def _encoded(self, text: str, *, special: bool) -> tuple[int, ...] | None:
+        if len(text) > TEXT_MAX:
+            return None
+        # `encode` would keep the interpreter lock until it has ended, and so stop the event loop.
+        (one,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return tuple(one.ids)
 
     def of(self, body: Body, path: str, text: str) -> tuple[int, ...] | None:
         """Of a request whose prompt has this text."""

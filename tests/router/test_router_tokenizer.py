@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sglang_mooncake.router.looking import Looker
 from sglang_mooncake.router.pages import token_digests
 from sglang_mooncake.router.routing import LONG_TEXT_BYTES
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, Body, body_of
-from sglang_mooncake.router.tokenizing import TextTokens, load
+from sglang_mooncake.router.tokenizing import TEXT_MAX, TextTokens, load
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -61,6 +62,27 @@ def test_a_text_is_as_long_as_it_is_and_begins_as_the_model_wants(tokens: TextTo
     text = "a longer one"
     assert tokens.of(body(), GENERATE, text) == characters(text)
     assert tokens.of(body(), COMPLETIONS, text) == characters(text)
+
+
+def test_other_threads_go_on_while_tokens_are_made(tokens: TextTokens) -> None:
+    """Among them the event loop, which has other clients."""
+
+    async def steps_meanwhile() -> int:
+        made = asyncio.create_task(asyncio.to_thread(tokens.of_text, "a b " * 50_000))
+        steps = 0
+        while not made.done():
+            await asyncio.sleep(0)
+            steps += 1
+        return steps
+
+    # Some 100,000; of a thread that keeps the interpreter lock 500, before it begins.
+    assert asyncio.run(steps_meanwhile()) > 5_000
+
+
+def test_a_text_that_no_model_has_room_for_costs_no_time(tokens: TextTokens) -> None:
+    text = "a" * (TEXT_MAX + 1)
+    assert tokens.of(body(), GENERATE, text) is None
+    assert tokens.of(body(messages=[{"role": "user", "content": text}]), CHAT, text) is None
 
 
 @pytest.mark.parametrize(
