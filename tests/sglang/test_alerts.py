@@ -338,7 +338,9 @@ def test_bytes_arrive_that_were_not_sent(
     watched: prometheus_alerts.Prometheus, names: set[str], figures: Figures
 ) -> None:
     figures.recorder.compared("different")
-    assert "1 requests have failed" in watched.until_firing(names, lambda: None)["WrongBytes"]
+    said = watched.until_firing(names, lambda: None)["WrongBytes"]
+    # Prometheus extrapolates: of one it may say 1.052, and then 2 where it has two samples.
+    assert re.search(r" and [12] requests have failed for it\.", said), said
 
 
 @fires("ServersDoNotFit")
