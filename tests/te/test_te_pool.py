@@ -149,7 +149,7 @@ atexit.register(at_end)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # A sanitizer is preloaded by it.
         capture_output=True,
         text=True,
         timeout=100.0,
