@@ -25,6 +25,7 @@ from sglang_mooncake.layout import (
     Layout,
     Place,
     Plan,
+    Sent,
     Unwanted,
     Verify,
     chosen_cells,
@@ -228,7 +229,8 @@ class SentDigests:
         verify, seed = asked.verify, secrets.randbits(64)
         found = _digests(asked.lists(), verify, seed, self._digester, asked.room, self._recorder)
         lists = tuple(ListDigests.of(one) for one in found)
-        return RoomDigests(asked.room.number, asked.generation, verify, seed, lists)
+        number, generation = asked.room.number, asked.generation
+        return RoomDigests(number, generation, verify, seed, asked.nbytes, lists)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +348,7 @@ class LandedDigests:
             None if device is None else indices_from_bytes(device),
             states_from_bytes(target.states),
             target.aux_slot,
-            landed.completion.pages,
+            Sent(landed.completion.pages, asked.message.nbytes),
         )
 
     def _plan(self, link: Hashable, source: tuple[Layout, Place]) -> Plan:

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -261,6 +261,7 @@ class RoomDigests(msgspec.Struct, frozen=True, tag="room_digests"):
 
     verify: how much is digested, the stricter of what the two ranks want.
     seed: which cells of a sample they are of, see `chosen_cells`.
+    nbytes: of all cells, chosen or not, as the writes that carried them count them.
     failure: why there are none, which is no reason to fail a request that is one of a sample; one
         beyond REASON_CHARS_MAX is cut.
     """
@@ -269,12 +270,15 @@ class RoomDigests(msgspec.Struct, frozen=True, tag="room_digests"):
     generation: int
     verify: Verify
     seed: int = 0
+    nbytes: int = 0
     lists: tuple[ListDigests, ...] = ()
     failure: str | None = None
 
     def __post_init__(self) -> None:
         if self.verify is Verify.OFF or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"digests of {self.verify.name} by {self.seed}")
+        if self.nbytes < 0:
+            raise ValueError(f"digests of {self.nbytes} bytes")
         if self.failure is None:
             return
         if self.lists or self.verify is Verify.ALL:

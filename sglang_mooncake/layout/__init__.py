@@ -40,6 +40,7 @@ from sglang_mooncake.layout.layers import (
     early_layers,
     layers_from,
 )
+from sglang_mooncake.layout.pair_cells import Sent
 from sglang_mooncake.layout.plan import Named, Plan
 from sglang_mooncake.layout.split import UNSPLIT, Split
 
@@ -63,6 +64,7 @@ __all__ = [
     "Named",
     "Place",
     "Plan",
+    "Sent",
     "Split",
     "Units",
     "Unwanted",

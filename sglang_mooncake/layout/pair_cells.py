@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,24 @@ from sglang_mooncake.layout.description import Layout
 from sglang_mooncake.layout.indices import Indices, in_rows, owned, ring_slots, rows_of
 from sglang_mooncake.layout.shares import Indexed, Share
 
-__all__ = ["PairCells"]
+__all__ = ["PairCells", "Sent"]
 
 U64 = npt.NDArray[np.uint64]
 _State = Indices | None
 #: Which list: the first three, behind them the model's states, then the metadata.
 _KV, _DEVICE, _DRAFT_ROWS, _STATES = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a prefill rank says that it has sent, beside what it has made digests of.
+
+    pages: of the KV pool.
+    nbytes: of all cells, as it has counted its writes.
+    """
+
+    pages: int
+    nbytes: int
 
 
 class PairCells:
@@ -96,28 +109,32 @@ class PairCells:
         device_pages: Indices | None = None,
         states: Sequence[_State] = (),
         aux_slot: int | None = None,
-        pages_sent: int | None = None,
+        sent: Sent | None = None,
     ) -> tuple[Cells, ...]:
         """The same cells as the decode rank has them.
 
         Args:
             digested: of each list of the prefill rank, which it is, and the positions in it.
             pages, device_pages, states, aux_slot: what this rank has named for the request.
-            pages_sent: how many pages of the prefill rank there must be; None if that is not known.
+            sent: what the cells must add up to; None if that is not known.
 
         Raises:
-            DigestsDisagree: it has not named these; with what differs.
+            DigestsDisagree: it has not named these, or they are not all; with what differs.
         """
         told = dict(digested)
-        self._check_complete(told, pages_sent, aux_slot is not None)
-        return tuple(
+        if aux_slot is not None and len(self._aux[2]) and self._metadata not in told:
+            raise DigestsDisagree("no digests of metadata")
+        if sent is not None:
+            self._check_pages(told, sent.pages)
+        made = tuple(
             self._on_target(which, at, pages, device_pages, states, aux_slot)
             for which, at in told.items()
         )
+        if sent is not None:
+            self._check_bytes(made, sent.nbytes, states)
+        return made
 
-    def _check_complete(
-        self, told: Mapping[int, Indices], pages_sent: int | None, metadata: bool
-    ) -> None:
+    def _check_pages(self, told: Mapping[int, Indices], pages_sent: int) -> None:
         by_row = self._draft_rows is not None
         for which, name, indexed, of_page in (
             (_KV, "page", None if by_row else self._kv, 1),
@@ -125,14 +142,22 @@ class PairCells:
             (_DRAFT_ROWS, "token", self._draft_rows, self._source.page_size),
         ):
             count = len(told.get(which, ()))
-            if pages_sent is None or indexed is None or not indexed.shares:
+            if indexed is None or not indexed.shares or count == pages_sent * of_page:
                 continue
-            if count != pages_sent * of_page:
-                raise DigestsDisagree(
-                    f"digests of {count} {name}s, and {pages_sent} pages were sent"
-                )
-        if metadata and len(self._aux[2]) and self._metadata not in told:
-            raise DigestsDisagree("no digests of metadata")
+            raise DigestsDisagree(f"digests of {count} {name}s, and {pages_sent} pages were sent")
+
+    def _check_bytes(
+        self, made: Sequence[Cells], nbytes_sent: int, states: Sequence[_State]
+    ) -> None:
+        """Each byte of a request is one cell's: whatever is missing is missing here."""
+        nbytes = sum(cells.nbytes for cells in made)
+        if nbytes == nbytes_sent:
+            return
+        named = {_STATES + i for i, items in enumerate(states) if items is not None and len(items)}
+        missing = sorted(named - {cells.which for cells in made})
+        lists = ", ".join(self._target.states[which - _STATES] for which in missing)
+        none = f", and none of {lists}" if missing else ""
+        raise DigestsDisagree(f"digests of {nbytes} bytes{none}; {nbytes_sent} bytes were sent")
 
     def _on_target(
         self,

@@ -9,7 +9,6 @@ would carry what somebody else has written into those pages since.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from sglang_mooncake.layout import EVERY_LAYER, Layers, layers_from
 from sglang_mooncake.rooms.prefill_events import Chunk, LayersFilled, Write
 
-__all__ = ["ANNOUNCED_MAX", "EarlyLayers"]
+__all__ = ["ANNOUNCED_MAX", "NOTHING", "Before", "EarlyLayers"]
 
 #: Chunks of one room that are announced and not sent. With overlap scheduling two forwards are
 #: under way.
@@ -27,15 +26,29 @@ ANNOUNCED_MAX = 8
 _NOTHING = range(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What of a chunk's pages has gone to a peer before the chunk, and is not written again.
+
+    page_layers: layers of pages. nbytes: of them.
+    """
+
+    page_layers: int = 0
+    nbytes: int = 0
+
+
+NOTHING = Before()
+
+
 @dataclass(slots=True, eq=False)
 class _Announced:
     """pages: numbers, in the order of the request.
     below: of these, every layer below this number has been written or is under way.
-    page_layers: by peer, how many layers of pages it has been written of them."""
+    before: what each peer has been written of them."""
 
     pages: npt.NDArray[np.integer]
     below: int
-    page_layers: Counter[str] = field(default_factory=Counter)
+    before: dict[str, Before] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +88,20 @@ class EarlyLayers:
 
     def wrote(self, write: Write) -> None:
         """Counts an early write of an announced chunk."""
-        self._announced[write.first].page_layers[write.peer] += write.page_layers
+        before = self._announced[write.first].before
+        so_far = before.get(write.peer, NOTHING)
+        before[write.peer] = Before(
+            so_far.page_layers + write.page_layers, so_far.nbytes + write.cache_nbytes
+        )
 
-    def take(self, chunk: Chunk) -> tuple[Layers, Mapping[str, int]]:
-        """The chunk is sent: which layers of it are still to be written, and how many layers of its
-        pages have been, by peer. Those of a chunk that is written whole count for nothing."""
+    def take(self, chunk: Chunk) -> tuple[Layers, Mapping[str, Before]]:
+        """The chunk is sent: which layers of it are still to be written, and what of its pages has
+        been, by peer. That of a chunk that is written whole counts for nothing."""
         whole = self.contradicts(chunk)
         known = [self._announced.pop(first) for first in self._places(chunk)]
         if whole or not known:
             return EVERY_LAYER, {}
-        return layers_from(known[0].below), known[0].page_layers
+        return layers_from(known[0].below), known[0].before
 
     def _overlap(self, filled: LayersFilled) -> bool:
         stop = filled.first + len(filled.pages)

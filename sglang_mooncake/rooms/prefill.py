@@ -17,6 +17,7 @@ from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import RoomComputed, RoomDigests
 from sglang_mooncake.rooms.checks import chunk_problem, layers_problem
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
+from sglang_mooncake.rooms.layers import NOTHING, Before
 from sglang_mooncake.rooms.prefill_events import (
     AwaitEvents,
     CancelWrites,
@@ -330,12 +331,12 @@ class PrefillRooms:
         if unannounced:
             reason = "a chunk was sent with other pages than were announced"
             fell_back = [FellBack(record.room, reason)]
-        layers, early_page_layers = early.take(chunk)
+        layers, before = early.take(chunk)
         if chunk.is_last and not parts and not record.writes:
             # None of those who asked wants a byte from this rank, or they have all.
             return fell_back + self._table.forget(record, step, Step.QUIET)
         self._views.advance(record, step)
-        return chain(self._write_chunk(record, chunk, parts, layers, early_page_layers), fell_back)
+        return chain(self._write_chunk(record, chunk, parts, layers, before), fell_back)
 
     def _write_chunk(
         self,
@@ -343,14 +344,14 @@ class PrefillRooms:
         chunk: Chunk,
         parts: list[_Part],
         layers: Layers,
-        early_page_layers: Mapping[str, int],
+        before: Mapping[str, Before],
     ) -> Iterator[Instruction]:
         for peer, recipient, span, pages in parts:
-            early = early_page_layers.get(peer, 0)
+            went = before.get(peer, NOTHING)
             verify = self._verify_for(recipient)
             recipient.is_digested = chunk.is_last and is_chosen(verify, self._random())
             try:
-                write = recipient.write(record.room, peer, chunk, span, pages, layers, early)
+                write = recipient.write(record.room, peer, chunk, span, pages, layers, went)
             except ValueError as error:
                 yield from self._table.end(record, RoomState.FAILED, _cannot_plan(chunk, error))
                 return
@@ -358,7 +359,8 @@ class PrefillRooms:
             if recipient.is_digested:
                 generation, lists = recipient.request.generation, partial(recipient.cells, chunk)
                 record.digesting[peer] = verify
-                yield Digest(record.room, peer, generation, verify, lists)
+                nbytes = recipient.copied_nbytes
+                yield Digest(record.room, peer, generation, verify, nbytes, lists)
 
     def _verify_for(self, recipient: Recipient) -> Verify:
         """The stricter of two wishes."""

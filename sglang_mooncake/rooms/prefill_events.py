@@ -259,6 +259,7 @@ class Digest:
     """The last write to a peer has begun, and its completion record announces digests: make them of
     these cells; `Digested` follows in any case. The room keeps its pages until then.
 
+    nbytes: of all cells, as their writes count them.
     lists: the cells, for the thread that reads them; raises ValueError.
     """
 
@@ -266,6 +267,7 @@ class Digest:
     peer: str
     generation: int
     verify: Verify
+    nbytes: int
     lists: Callable[[], tuple[Cells, ...]]
 
 

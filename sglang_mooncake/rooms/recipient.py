@@ -23,6 +23,7 @@ from sglang_mooncake.layout import (
 )
 from sglang_mooncake.layout.indices import Indices
 from sglang_mooncake.messages import RoomRequest, Target
+from sglang_mooncake.rooms.layers import NOTHING, Before
 from sglang_mooncake.rooms.prefill_events import Chunk, Write
 from sglang_mooncake.rooms.room import Room
 
@@ -72,6 +73,8 @@ class Recipient:
     page_layers: layers of these pages, each counted once, whether they went with the chunk or
         before it.
     nbytes: payload of all writes so far.
+    copied_nbytes: of these, what digests are made of: without the completion record, and without
+        layers that are written again as they were announced with other pages.
     is_digested: whether digests follow its completion record; known with the last write.
     sent: pages of chunks that were sent, as positions in the room and numbers.
     """
@@ -82,6 +85,7 @@ class Recipient:
     pages: int = 0
     page_layers: int = 0
     nbytes: int = 0
+    copied_nbytes: int = 0
     is_digested: bool = False
     sent: list[tuple[range, Indices]] = field(default_factory=list)
 
@@ -100,14 +104,14 @@ class Recipient:
         span: range,
         pages: int,
         layers: Layers = EVERY_LAYER,
-        early_page_layers: int = 0,
+        before: Before = NOTHING,
     ) -> Write:
         """The next write: a chunk that is sent.
 
         Args:
             span: the pages of it, as positions in the room, of which this rank has `pages`.
             layers: of these pages, those that are to be written.
-            early_page_layers: how many layers of these pages went before.
+            before: what of these pages went before.
 
         Raises:
             ValueError: the numbers of pages, state or metadata that one side has named do not fit
@@ -115,9 +119,11 @@ class Recipient:
         """
         page_layers = pages * self.plan.layer_count(layers)
         self.pages += pages
-        self.page_layers += page_layers + early_page_layers
+        self.page_layers += page_layers + before.page_layers
         self.sent.append((span, _pages_of(chunk, span)))
-        return self._next(room, peer, chunk, span, pages, layers, page_layers, early=False)
+        write = self._next(room, peer, chunk, span, pages, layers, page_layers, early=False)
+        self.copied_nbytes += write.blocks.total_nbytes + before.nbytes
+        return write
 
     def _next(
         self,

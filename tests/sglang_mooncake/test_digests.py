@@ -5,6 +5,7 @@ and what any fault between the two has changed is found, named and counted."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import FAULTS, Fault, faulty
+from fleet import Model, RankMemory
 from handover import (
     LAYERS,
     PAGE_BYTES,
@@ -28,10 +30,10 @@ from te_transports import TRANSPORTS
 
 import te
 from sglang_mooncake import digesting
-from sglang_mooncake.layout import Verify
+from sglang_mooncake.layout import ALONE, Verify
 from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
 from sglang_mooncake.layout.pair_cells import PairCells
-from sglang_mooncake.rooms.prefill import PrefillRooms
+from sglang_mooncake.rooms.prefill import Chunk, PrefillRooms
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
@@ -307,6 +309,34 @@ def test_a_sample_whose_sides_disagree_on_what_was_sent_ends_its_request(monkeyp
         assert "pages were sent" in (target.view.reason or "")
         found = totals(pair.decode)
         assert (found["different"], found["not compared"]) == (1, 0)
+
+
+def test_state_that_has_no_digests_ends_its_request(monkeypatch):
+    """It has arrived, and nothing says that it is right."""
+    made, model = PairCells.of_source, Model(channels=4)
+
+    def without_state(cells: PairCells, *of: Any) -> Any:
+        return tuple(one for one in made(cells, *of) if one.name != "conv")
+
+    def hands_over(pair: Handover, number: int) -> Room:
+        source, target = pair.open_both(number)
+        slot = (np.array([number]),)
+        pair.decode.side.name_pages(target, np.array(TARGETS), 3, 0, slot)
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+        chunk = Chunk(np.array(SOURCES), 0, 9, time.monotonic(), slot)
+        pair.prefill.side.send_chunk(source, chunk)
+        pair.prefill.side.polled(source, sent=True)
+        until(lambda: pair.decode.side.has_arrived(target) or target.view.over, "it is decided")
+        return target
+
+    memories = [RankMemory(model, ALONE, 64) for _ in range(2)]
+    with pair_of(source=memories[0], target=memories[1]) as pair:
+        assert pair.decode.side.has_arrived(hands_over(pair, 1))
+        monkeypatch.setattr(PairCells, "of_source", without_state)
+        target = hands_over(pair, 2)
+        assert "bytes, and none of conv; " in (target.view.reason or "")
+        assert "bytes were sent" in (target.view.reason or "")
+        assert totals(pair.decode)["different"] == 1
 
 
 def test_what_a_sample_finds_ends_its_request(monkeypatch):

@@ -5,21 +5,29 @@ on both sides however TP and stages cut them, and any byte that differs is found
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import xxhash
 from caches import Cache, Model, RankMemory, copy, models, place
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
+from test_layout import ring
 from test_layout_oracle import ITEMS, Moved, blocks_of, lists, moves, tp_sizes
 
 from bootstrap_server import Topology
 from bootstrap_server.ranks.matching import sources
 from sglang_mooncake.layout import (
+    Buffers,
+    Dealt,
     Digests,
+    Layout,
+    Named,
     Place,
     Plan,
+    Sent,
     Units,
     Verify,
     chosen_cells,
@@ -28,13 +36,14 @@ from sglang_mooncake.layout import (
     is_chosen,
     sample_size,
 )
-from sglang_mooncake.layout.cells import Cells, Unwanted
+from sglang_mooncake.layout.cells import Cells, DigestsDisagree, Unwanted
 from sglang_mooncake.layout.chosen import (
     SAMPLE_CELLS_MIN,
     SAMPLE_NBYTES,
     SAMPLE_PART,
     SAMPLE_ROOMS,
 )
+from sglang_mooncake.layout.indices import owned
 
 
 def reader(memory):
@@ -66,10 +75,10 @@ def cells_of(plan: Plan, moved: Moved) -> tuple[tuple[Cells, ...], tuple[Cells, 
     ours, theirs = lists(moved[None])
     states = list(zip(*(lists(moved[state]) for state in (0, 1)), strict=True))
     here = plan.cells.of_source(np.arange(len(ours)), ours, *states)
-    there = plan.cells.of_target(
-        [(one.which, one.positions) for one in here], theirs, None, states[1], None, len(ours)
-    )
-    return here, there
+    nbytes = blocks_of(plan, moved).total_nbytes
+    told = [(one.which, one.positions) for one in here]
+    sent = Sent(len(ours), nbytes)
+    return here, plan.cells.of_target(told, theirs, None, states[1], None, sent)
 
 
 @pytest.mark.slow
@@ -198,7 +207,7 @@ def test_a_decode_rank_takes_digests_of_nothing_else_than_it_has_asked_for(diges
     plan = Plan(source.layout(address=1), target.layout(address=1))
     told = [(which, np.array(at)) for which, at in digested]
     with pytest.raises(ValueError, match=sentence):
-        plan.cells.of_target(told, np.arange(4), pages_sent=4)
+        plan.cells.of_target(told, np.arange(4), sent=Sent(4, 4 * 3 * 64))
 
 
 def test_metadata_that_was_asked_for_must_be_digested():
@@ -207,11 +216,109 @@ def test_metadata_that_was_asked_for_must_be_digested():
     here = plan.cells.of_source(np.arange(2), np.arange(2), aux_slot=3)
     assert [one.name for one in here] == ["page", "metadata"]
     told = [(one.which, one.positions) for one in here]
-    there = plan.cells.of_target(told, np.arange(2), aux_slot=5, pages_sent=2)
+    sent = Sent(2, sum(one.nbytes for one in here))
+    there = plan.cells.of_target(told, np.arange(2), aux_slot=5, sent=sent)
     assert [shape.addresses.tolist() for shape in there[1].shapes] == [[1 << 40], [1 << 41]]
     assert there[1].items.tolist() == [5]
     with pytest.raises(ValueError, match="no digests of metadata"):
-        plan.cells.of_target(told[:1], np.arange(2), aux_slot=5, pages_sent=2)
+        plan.cells.of_target(told[:1], np.arange(2), aux_slot=5, sent=sent)
+
+
+# --- whether they are all ---
+
+
+@pytest.mark.slow
+@given(tp_sizes, tp_sizes, moves(), st.data())
+def test_whatever_a_prefill_rank_has_no_digests_of_is_missed(src_size, dst_size, moved, data):
+    """A whole list, or the last of its items."""
+    model = data.draw(models(src_size, dst_size))
+    coords = [data.draw(st.integers(0, size - 1)) for size in (src_size, dst_size)]
+    source = RankMemory(model, place(src_size, coords[0]), ITEMS, full=False)
+    target = RankMemory(model, place(dst_size, coords[1]), ITEMS, full=False)
+    plan = Plan(source.layout(address=1), target.layout(address=1), source.place, target.place)
+    here, _ = cells_of(plan, moved)
+    assume(here)
+    lost = data.draw(st.integers(0, len(here) - 1))
+    told = [(one.which, one.positions) for one in here]
+    which, positions = told[lost]
+    told[lost : lost + 1] = data.draw(st.sampled_from([[], [(which, positions[:-1])]]))
+    theirs, states = lists(moved[None])[1], [lists(moved[state])[1] for state in (0, 1)]
+    sent = Sent(len(theirs), blocks_of(plan, moved).total_nbytes)
+    with pytest.raises(DigestsDisagree, match="were sent"):
+        plan.cells.of_target(told, theirs, None, states, None, sent)
+
+
+def test_state_lists_of_which_there_are_no_digests_are_named():
+    model = replace(MODEL, caches=(*MODEL.caches, Cache("conv", (0, 1), (Units(4, 8),), state=1)))
+    plan = Plan(*(RankMemory(model, place(1, 0), ITEMS, full=False).layout() for _ in range(2)))
+    slots = np.array([2])
+    here = plan.cells.of_source(np.arange(3), np.arange(3), [slots, slots], [slots, slots])
+    told = [(one.which, one.positions) for one in here if one.name == "page"]
+    sent = Sent(3, sum(one.nbytes for one in here))
+    says = "digests of 576 bytes, and none of one, two; 640 bytes were sent"
+    with pytest.raises(DigestsDisagree, match=says):
+        plan.cells.of_target(told, np.arange(3), None, [slots, slots], None, sent)
+
+
+def dealt_out(layout: Layout, *, on_device: bool = False, **parts: Dealt) -> Layout:
+    """The second cache is its draft model's, whose pages have the tokens of all parts; the third
+    one may lie on the device."""
+    page, draft, device = layout.components
+    of = parts["tokens_dealt"].of if "tokens_dealt" in parts else 1
+    at, item, all_of_it = (
+        draft.buffers.addresses,
+        draft.buffers.item_nbytes,
+        draft.buffers.nbytes,
+    )
+    larger = Buffers(at, tuple(of * one for one in item), tuple(of * one for one in all_of_it))
+    drafted = structs.replace(draft, kind="draft k", rows=of * draft.rows, buffers=larger)
+    components = (page, drafted, structs.replace(device, on_device=on_device))
+    return structs.replace(layout, components=components, **parts)
+
+
+@pytest.mark.slow
+@given(st.sampled_from([1, 2, 4]), st.data())
+def test_cells_are_what_is_copied_of_pages_and_tokens_that_are_dealt_out(of, data):
+    """However pages, or the tokens of a page, are dealt out, and with pages on the device."""
+    tokens = Cache("k", (0, 1), (Units(1, 6),), rows=4)
+    model = Model((tokens, replace(tokens, kind="d"), replace(tokens, kind="e")), layers=2)
+    whole = RankMemory(model, place(1, 0), 16, full=False).layout(address=1)
+    part = Dealt(data.draw(st.integers(0, of - 1)), of)
+    is_on_device = data.draw(st.booleans())
+    if is_on_device:
+        ours, theirs = dealt_out(whole, pages_dealt=part), dealt_out(whole, on_device=True)
+    else:
+        ours, theirs = dealt_out(whole), dealt_out(whole, tokens_dealt=part)
+    plan = Plan(ours, theirs)
+    numbers = np.array(data.draw(st.permutations(range(16)))[: data.draw(st.integers(0, 12))])
+    pages, named = numbers.astype(np.int64), np.arange(16)[::-1]
+    here = plan.cells.of_source(np.arange(len(pages)), pages)
+    blocks = plan.part(pages, 0, Named(named, named if is_on_device else None))
+    assert sum(one.nbytes for one in here) == blocks.total_nbytes
+    told = [(one.which, one.positions) for one in here]
+    count = int(owned(pages, ours.pages_dealt).sum())
+    sent = Sent(count, blocks.total_nbytes)
+    there = plan.cells.of_target(told, named, named if is_on_device else None, sent=sent)
+    assert [one.nbytes for one in there] == [one.nbytes for one in here]
+    if told:
+        lost = data.draw(st.integers(0, len(told) - 1))
+        with pytest.raises(DigestsDisagree, match="were sent"):
+            plan.cells.of_target(
+                told[:lost] + told[lost + 1 :], named, named if is_on_device else None, sent=sent
+            )
+
+
+def test_cells_of_rings_are_the_live_slots_that_are_copied():
+    plan = Plan(ring(5), ring(6))
+    ours, theirs = [np.array([2, 3, 2, 0, 2, 5])], [np.array([1, 1, 4, 0, 0, 6])]
+    none = np.empty(0, np.int64)
+    here = plan.cells.of_source(none, none, ours, theirs)
+    sent = Sent(0, plan.state(ours, theirs).total_nbytes)
+    told = [(one.which, one.positions) for one in here]
+    (there,) = plan.cells.of_target(told, none, states=theirs, sent=sent)
+    assert there.nbytes == sent.nbytes == 4 * 8 * 2
+    with pytest.raises(DigestsDisagree, match="digests of 0 bytes, and none of dsa_tail; 64 bytes"):
+        plan.cells.of_target([], none, states=theirs, sent=sent)
 
 
 # --- which are chosen ---

@@ -117,6 +117,7 @@ made = st.builds(
     rooms,
     st.sampled_from([Verify.SAMPLE, Verify.ALL]),
     st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
     st.lists(lists, max_size=3).map(tuple),
 )
 unmade = st.builds(RoomDigests, rooms, rooms, st.just(Verify.SAMPLE), failure=text)
@@ -220,6 +221,7 @@ def test_a_request_that_contradicts_itself_is_refused(request, data):
     [
         ({"verify": 0}, "digests of OFF by 7"),
         ({"seed": -1}, "digests of SAMPLE by -1"),
+        ({"nbytes": -1}, "digests of -1 bytes"),
         ({"failure": "lost", "verify": 2}, "digests of ALL that could not be made"),
         ({"failure": "lost", "lists": [EMPTY]}, "digests of SAMPLE that could not be made"),
     ],

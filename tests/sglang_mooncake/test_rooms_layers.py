@@ -20,7 +20,7 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import PageShare
-from sglang_mooncake.layout import COMPLETION_BYTES, EVERY_LAYER, layers_from
+from sglang_mooncake.layout import COMPLETION_BYTES, EVERY_LAYER, Verify, layers_from
 from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms import prefill
 from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
@@ -139,6 +139,18 @@ def test_a_chunk_with_other_pages_goes_at_once_when_the_early_writes_have_ended(
     said = rooms.handle(ChunkSent(room, chunk(2)), 0)
     assert [one.layers for one in said if isinstance(one, Write)] == [EVERY_LAYER]
     assert len(reasons(said)) == 1
+
+
+@pytest.mark.parametrize("other_pages", [0, 7])
+def test_digests_are_of_what_was_written_for_good(other_pages):
+    """Layers that are written again, with other pages, count once."""
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, verify=Verify.ALL)
+    room = ready(rooms)
+    rooms.handle(filled(room, 2, 4, add=other_pages), 0)
+    said = rooms.handle(ChunkSent(room, chunk(2)), 0)
+    said += rooms.handle(ended(rooms, room), 0)
+    (digest,) = [one for one in said if isinstance(one, prefill.Digest)]
+    assert digest.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES
 
 
 def test_a_chunk_that_covers_two_that_were_announced_is_written_whole(rooms):
