@@ -6,16 +6,14 @@ and cells are digested is for the rules (`rooms/`, `layout/chosen.py`)."""
 from __future__ import annotations
 
 import logging
-import math
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import te
 from bootstrap_server.admission.refusals import Pace
+from sglang_mooncake.digest_thread import DigestThread, Job, Pause
 from sglang_mooncake.layout import (
     Cells,
     CompletionRecord,
@@ -26,7 +24,6 @@ from sglang_mooncake.layout import (
     Place,
     Plan,
     Sent,
-    Unwanted,
     Verify,
     chosen_cells,
     differences,
@@ -45,105 +42,18 @@ from sglang_mooncake.rooms.prefill_events import Digest, Digested
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["DigestThread", "LandedDigests", "SentDigests", "digester_of"]
+__all__ = ["LandedDigests", "SentDigests", "digester_of"]
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks whether something has landed; it grows from the first to the second.
-_PAUSE_MIN_S, _PAUSE_MAX_S = 1e-4, 1e-3
-#: A look takes some microseconds for each job that waits, of the interpreter that the scheduler
-#: shares: so many times as long nobody looks, up to what a request may wait for that.
-_PAUSE_OF_LOOKS, _PAUSE_OF_LOOKS_MAX_S = 9, 0.02
-_CLOSE_TIMEOUT_S = 5.0
 #: Plans of the copy from prefill ranks, of which each life is another one.
 _PLANS_MAX = 256
 #: How many pages and buffers a sentence names.
 _NAMED_MAX = 8
 
-Job = Callable[[], bool]
 
-
-@dataclass(slots=True)
-class Looks:
-    """When to look again at the jobs that wait. Pure.
-
-    due_s: on the caller's clock.
-    """
-
-    due_s: float = math.inf
-    _pause_s: float = _PAUSE_MIN_S
-    _owed_s: float = -math.inf
-
-    def came(self, now_s: float) -> None:
-        """One more has to wait, which most do for a moment."""
-        self._pause_s = _PAUSE_MIN_S
-        self.due_s = max(min(self.due_s, now_s + _PAUSE_MIN_S), self._owed_s)
-
-    def looked(self, now_s: float, spent_s: float) -> None:
-        """spent_s: processor time for those that have to wait still."""
-        self._pause_s = min(self._pause_s * 1.1, _PAUSE_MAX_S)
-        self._owed_s = now_s + min(_PAUSE_OF_LOOKS * spent_s, _PAUSE_OF_LOOKS_MAX_S)
-        self.due_s = max(now_s + self._pause_s, self._owed_s)
-
-
-class DigestThread:
-    """Jobs in the order in which they come; one that has to wait keeps nobody else waiting. They
-    are bounded by the rooms, each of which has one for each of its peers."""
-
-    def __init__(self, name: str) -> None:
-        self._new: queue.Queue[Job | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def add(self, job: Job) -> None:
-        """Has the job called until it says that it is over."""
-        self._new.put(job)
-
-    def close(self) -> None:
-        """Ends the thread, behind the call that goes on. Idempotent."""
-        self._new.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        waiting: list[Job] = []
-        looks = Looks()
-        while True:
-            now_s = time.monotonic()
-            if waiting and now_s >= looks.due_s:
-                waiting, spent_s = _look(waiting)
-                looks.looked(time.monotonic(), spent_s)
-                continue
-            try:
-                job = self._new.get(timeout=looks.due_s - now_s if waiting else None)
-            except queue.Empty:
-                continue
-            if job is None:
-                return
-            if not _is_over(job):
-                waiting.append(job)
-                looks.came(time.monotonic())
-
-
-def _look(jobs: Sequence[Job]) -> tuple[list[Job], float]:
-    """Those that have to wait still, and the processor time that it took to find that out."""
-    waiting, spent_s = [], 0.0
-    for job in jobs:
-        began_s = time.thread_time()
-        if not _is_over(job):
-            waiting.append(job)
-            spent_s += time.thread_time() - began_s
-    return waiting, spent_s
-
-
-def _is_over(job: Job) -> bool:
-    try:
-        return job()
-    except Exception:  # its room ends by its deadline
-        logger.exception("internal error: a digest could not be made")
-        return True
+class _Unwanted(Exception):
+    """The end of the room is decided: SGLang may give its pages to another request."""
 
 
 class _Unmade:
@@ -204,30 +114,31 @@ class SentDigests:
 
     def make(self, asked: Digest) -> None:
         """`post` is called with `Digested`."""
-        self._thread.add(lambda: self._made(asked))
+        self._thread.add(self._made(asked))
 
     def close(self) -> None:
         self._thread.close()
         if self._digester is not None:
             self._digester.close()
 
-    def _made(self, asked: Digest) -> bool:
+    def _made(self, asked: Digest) -> Job:
         room, message, failure = asked.room, None, None
         try:
-            message = self._message(asked)
-        except Unwanted:
+            message = yield from self._message(asked)
+        except _Unwanted:
             pass
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the peer
             failure = _why(error)
             self._unmade.log(f"no digests of room {room.number}: {failure}", error)
         self._post(Digested(room, asked.peer, message, failure))
-        return True
 
-    def _message(self, asked: Digest) -> RoomDigests:
+    def _message(self, asked: Digest) -> Generator[Pause, None, RoomDigests]:
         assert self._digester is not None
         # The engine has all writes of the room by now: nothing that moves them can know the seed.
         verify, seed = asked.verify, secrets.randbits(64)
-        found = _digests(asked.lists(), verify, seed, self._digester, asked.room, self._recorder)
+        found = yield from _digests(
+            asked.lists(), verify, seed, self._digester, asked.room, self._recorder
+        )
         lists = tuple(ListDigests.of(one) for one in found)
         number, generation = asked.room.number, asked.generation
         return RoomDigests(number, generation, verify, seed, asked.nbytes, lists)
@@ -269,37 +180,38 @@ class LandedDigests:
     def compare(self, asked: Compare, source: tuple[Layout, Place]) -> None:
         """`post` is called with `Verified`, unless the room ends before. source: what the prefill
         rank has, and where."""
-        self._thread.add(lambda: self._compared(asked, source))
+        self._thread.add(self._compared(asked, source))
 
     def close(self) -> None:
         self._thread.close()
         if self.digester is not None:
             self.digester.close()
 
-    def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> bool:
+    def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> Job:
         room, failure = asked.room, None
-        if room.view.decided:
-            return True
         try:
-            completion = self.landed(asked)
-            if completion is None:
-                return False
-            failure = self._failure(_Landed(asked, completion), source)
-        except Unwanted:
-            return True
+            while (completion := self._landed(asked)) is None:
+                yield Pause.NOT_YET
+            failure = yield from self._failure(_Landed(asked, completion), source)
+        except _Unwanted:
+            return
         except CompletionDisagrees as error:
             failure = str(error)
         except DigestsDisagree as error:
             if room.view.decided:
-                return True
+                return
             self.recorder.compared("different")
             failure = f"what arrived is not what {asked.link} has sent digests of: {error}"
         except Exception as error:  # noqa: BLE001 - it is logged, and ends a request that needs it
             if room.view.decided:
-                return True
+                return
             failure = self._not_compared(asked, error)
         self.post(Verified(room, asked.expected.tag, failure))
-        return True
+
+    def _landed(self, asked: Compare) -> CompletionRecord | None:
+        if asked.room.view.decided:
+            raise _Unwanted
+        return self.landed(asked)
 
     def _not_compared(self, asked: Compare, error: Exception) -> str | None:
         """None for a request that is one of a sample: nothing says that its bytes are wrong."""
@@ -309,7 +221,9 @@ class LandedDigests:
         is_for_all = Verify.ALL in (asked.message.verify, asked.request.verify)
         return reason if is_for_all else None
 
-    def _failure(self, landed: _Landed, source: tuple[Layout, Place]) -> str | None:
+    def _failure(
+        self, landed: _Landed, source: tuple[Layout, Place]
+    ) -> Generator[Pause, None, str | None]:
         """None if all is as it was sent."""
         asked, message = landed.compare, landed.compare.message
         if message.failure is not None:
@@ -318,11 +232,11 @@ class LandedDigests:
             raise te.DigestError(f"{self.rank} cannot read its memory, as it logged at its start")
         theirs = [one.digests for one in message.lists]
         lists = self._cells(landed, theirs, source)
-        found = _digests(
+        found = yield from _digests(
             lists, message.verify, message.seed, self.digester, asked.room, self.recorder
         )
         if asked.room.view.decided:
-            raise Unwanted  # SGLang may have given the pages to another request meanwhile.
+            raise _Unwanted
         differ = differences(lists, found, theirs)
         self.recorder.compared("different" if differ else "equal")
         if not differ:
@@ -370,15 +284,24 @@ def _digests(
     digester: te.Digester,
     room: Room,
     recorder: Recorder,
-) -> tuple[Digests, ...]:
-    """Raises Unwanted once the end of the room is decided."""
-    began_s = time.monotonic()
+) -> Generator[Pause, None, tuple[Digests, ...]]:
+    """Raises _Unwanted once the end of the room is decided."""
+    if room.view.decided:
+        raise _Unwanted
+    began_s, spent_s = time.monotonic(), 0.0
     cells, nbytes = _sizes(lists)
     chosen = chosen_cells(seed, sample_size(verify, cells, nbytes), cells)
-    found = digest(lists, chosen, digester.digests, lambda: not room.view.decided)
+    made: list[Digests] = []
+    for found in digest(lists, chosen, digester.digests):
+        made += found
+        spent_s += time.monotonic() - began_s
+        yield Pause.OTHERS_TURN
+        if room.view.decided:
+            raise _Unwanted
+        began_s = time.monotonic()
     part = len(chosen) / cells if cells else 1.0
-    recorder.digested(len(chosen), int(nbytes * part), time.monotonic() - began_s)
-    return found
+    recorder.digested(len(chosen), int(nbytes * part), spent_s)
+    return tuple(made)
 
 
 def _sizes(lists: Sequence[Cells]) -> tuple[int, int]:

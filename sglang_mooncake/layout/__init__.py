@@ -13,7 +13,6 @@ from sglang_mooncake.layout.cells import (
     Difference,
     Digests,
     DigestsDisagree,
-    Unwanted,
     differences,
     digest,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "Sent",
     "Split",
     "Units",
-    "Unwanted",
     "Verify",
     "can_go_by_layers",
     "chosen_cells",

@@ -9,7 +9,7 @@ equal bytes have equal digests, wherever a page lies, and however TP or stages c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,6 @@ __all__ = [
     "DigestsDisagree",
     "Read",
     "Shape",
-    "Unwanted",
     "differences",
     "digest",
 ]
@@ -33,12 +32,9 @@ U64 = npt.NDArray[np.uint64]
 #: The digests of units of one shape: their addresses, and the offsets and sizes of a unit's pieces
 #: (`te.Digester.digests`).
 Read = Callable[[U64, U64, U64], U64]
-#: Between two looks whether the digests are still wanted.
+#: Of one piece of work, which takes a core some milliseconds: others have to wait for it.
 CELLS_AT_ONCE = 4_096
-
-
-class Unwanted(Exception):
-    """Nobody wants the digests any more."""
+NBYTES_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,51 +129,40 @@ class Digests:
     of_buffers: U64
 
 
-def _always() -> bool:
-    return True
-
-
 def digest(
-    lists: Sequence[Cells],
-    chosen: Indices | range,
-    read: Read,
-    is_wanted: Callable[[], bool] = _always,
-) -> tuple[Digests, ...]:
-    """Digests of the chosen cells.
+    lists: Sequence[Cells], chosen: Indices | range, read: Read
+) -> Iterator[tuple[Digests, ...]]:
+    """Digests of the chosen cells, in pieces of bounded work: each yields the lists that it has
+    ended, in their order, most of them none.
 
     Args:
         chosen: rising numbers of cells, counted through all lists; a range is of all.
-        is_wanted: asked now and then.
-
-    Raises:
-        Unwanted: they are not.
     """
-    made, begin = [], 0
+    begin = 0
     for cells in lists:
         mine: Indices | range = range(len(cells))
         if not isinstance(chosen, range):
             span = np.searchsorted(chosen, (begin, begin + len(cells)))
             mine = chosen[span[0] : span[1]] - begin
-        made.append(_digests(cells, mine, read, is_wanted))
+        yield from _digests(cells, mine, read)
         begin += len(cells)
-    return tuple(made)
 
 
-def _digests(
-    cells: Cells, chosen: Indices | range, read: Read, is_wanted: Callable[[], bool]
-) -> Digests:
+def _digests(cells: Cells, chosen: Indices | range, read: Read) -> Iterator[tuple[Digests, ...]]:
     of_items = np.zeros(len(cells.positions), np.uint64)
     of_buffers = np.zeros(cells.columns, np.uint64)
-    for first in range(0, len(chosen), CELLS_AT_ONCE):
-        if not is_wanted():
-            raise Unwanted
-        some = np.asarray(chosen[first : first + CELLS_AT_ONCE], np.int64)
+    largest = max((shape.nbytes for shape in cells.shapes), default=1)
+    at_once = max(min(CELLS_AT_ONCE, NBYTES_AT_ONCE // largest), 1)
+    for first in range(0, len(chosen), at_once):
+        if first:
+            yield ()
+        some = np.asarray(chosen[first : first + at_once], np.int64)
         found = cells.digests(some, read)
         item, column = cells.places(some)
         # They differ where any cell does: each is mixed, so that none takes another's place.
         np.bitwise_xor.at(of_items, item, found)
         np.bitwise_xor.at(of_buffers, column, found)
-    return Digests(cells.which, cells.positions, of_items, of_buffers)
+    yield (Digests(cells.which, cells.positions, of_items, of_buffers),)
 
 
 @dataclass(frozen=True, slots=True)

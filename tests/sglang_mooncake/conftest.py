@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from handover import NEVER_S
 
-from sglang_mooncake import control, digesting, fences, gpu_events, prefill_side
+from sglang_mooncake import control, digest_thread, fences, gpu_events, prefill_side
 from sglang_mooncake.links import decode, sockets
 from sglang_mooncake.rooms import prefill_room
 
@@ -17,7 +17,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     any thread for seconds."""
     for module, name in [
         (control, "_CLOSE_TIMEOUT_S"),
-        (digesting, "_CLOSE_TIMEOUT_S"),
+        (digest_thread, "_CLOSE_TIMEOUT_S"),
         (fences, "_CLOSE_TIMEOUT_S"),
         (gpu_events, "_CLOSE_TIMEOUT_S"),
         (prefill_side, "_START_TIMEOUT_S"),

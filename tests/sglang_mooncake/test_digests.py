@@ -29,8 +29,10 @@ from hypothesis import strategies as st
 from te_transports import TRANSPORTS
 
 import te
-from sglang_mooncake import digesting
+from sglang_mooncake import digest_thread, digesting
+from sglang_mooncake.digest_thread import DigestThread, Job, Pause
 from sglang_mooncake.layout import ALONE, Verify
+from sglang_mooncake.layout import cells as cells_module
 from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
 from sglang_mooncake.layout.pair_cells import PairCells
 from sglang_mooncake.rooms.prefill import Chunk, PrefillRooms
@@ -133,40 +135,101 @@ def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
 @given(st.lists(st.none() | st.floats(0, 0.1), min_size=1, max_size=50))
 def test_looks_for_what_has_landed_take_a_tenth_of_the_time(happenings):
     """None: one more job has to wait. Else a look, and how long it took."""
-    looks, now_s = digesting.Looks(), 0.0
+    looks, now_s = digest_thread.Looks(), 0.0
     owed_s = now_s
     for spent_s in happenings:
         if spent_s is None:
             looks.came(now_s)
-            soon_s = now_s + digesting._PAUSE_MIN_S
+            soon_s = now_s + digest_thread._PAUSE_MIN_S
         else:
             now_s = max(now_s, owed_s) + spent_s
             looks.looked(now_s, spent_s)
-            owed_s = now_s + min(9 * spent_s, digesting._PAUSE_OF_LOOKS_MAX_S)
-            soon_s = now_s + digesting._PAUSE_MAX_S
+            owed_s = now_s + min(9 * spent_s, digest_thread._PAUSE_OF_LOOKS_MAX_S)
+            soon_s = now_s + digest_thread._PAUSE_MAX_S
         assert owed_s <= looks.due_s <= max(owed_s, soon_s)
 
 
 def test_jobs_that_wait_are_looked_at_though_others_come():
-    thread, is_over, looked = digesting.DigestThread("test"), threading.Event(), []
+    thread, is_over, looked = DigestThread("test"), threading.Event(), []
     thread.start()
 
-    def waits() -> bool:
-        looked.append(1)
-        return len(looked) > 3
+    def waits() -> Job:
+        while len(looked) < 4:
+            looked.append(1)
+            yield Pause.NOT_YET
 
-    def come() -> bool:
+    def come() -> Job:
         """As long as it waits, another one comes."""
         if len(looked) > 3:
             is_over.set()
         else:
-            thread.add(come)
-        return True
+            thread.add(come())
+        yield from ()
 
-    thread.add(waits)
-    thread.add(come)
+    thread.add(waits())
+    thread.add(come())
     assert is_over.wait(60)
     thread.close()
+
+
+def test_jobs_take_turns_and_one_that_fails_ends_alone(caplog):
+    thread, done, is_over = DigestThread("test"), [], threading.Event()
+
+    def piece_by_piece(name: str, pieces: int) -> Job:
+        for _ in range(pieces):
+            done.append(name)
+            yield Pause.OTHERS_TURN
+
+    def fails() -> Job:
+        raise ArithmeticError("of a bug")
+        yield
+
+    def last() -> Job:
+        yield from piece_by_piece("last", 3)
+        is_over.set()
+
+    for job in (piece_by_piece("large", 5), fails(), piece_by_piece("small", 1), last()):
+        thread.add(job)
+    thread.start()
+    assert is_over.wait(60)
+    thread.close()
+    first = ["large", "small", "last", "large", "last", "large", "last", "large"]
+    assert done[: len(first)] == first
+    assert "of a bug" in caplog.text
+
+
+def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
+    """Its pages would be kept, and it would arrive late, for as long as another one is digested."""
+    monkeypatch.setattr(cells_module, "CELLS_AT_ONCE", 1)
+    asked, go_on, order = threading.Event(), threading.Event(), []
+    with pair_of() as pair:
+        sent = pair.prefill.side._digests
+        read, post = sent._digester.digests, sent._post
+
+        def late(*of: Any) -> Any:
+            asked.set()
+            go_on.wait()
+            return read(*of)
+
+        def note(made: Any) -> None:
+            order.append(made.room.number)
+            post(made)
+
+        monkeypatch.setattr(sent._digester, "digests", late)
+        monkeypatch.setattr(sent, "_post", note)
+        targets = []
+        for number, pages, aux in ((1, list(range(20)), 3), (2, [40], 4)):
+            source, target = pair.open_both(number)
+            targets.append(target)
+            pair.name_pages(target, pages, aux=aux)
+            until(lambda of=source: of.view.state is RoomState.READY, "it is ready")
+            pair.prefill.send(source, pages, 0, aux_slot=9)
+            assert asked.wait(60)
+        until(lambda: not sent._thread._new.empty(), "the second one is asked for")
+        go_on.set()
+        for target in targets:
+            until(lambda of=target: pair.decode.side.has_arrived(of), "it has arrived")
+        assert order == [2, 1]
 
 
 def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ from sglang_mooncake.layout import (
     is_chosen,
     sample_size,
 )
-from sglang_mooncake.layout.cells import Cells, DigestsDisagree, Unwanted
+from sglang_mooncake.layout import cells as cells_module
+from sglang_mooncake.layout.cells import Cells, DigestsDisagree, Shape
 from sglang_mooncake.layout.chosen import (
     SAMPLE_CELLS_MIN,
     SAMPLE_NBYTES,
@@ -66,8 +68,9 @@ def reader(memory):
     return read
 
 
-def everything(of: tuple[Cells, ...]) -> np.ndarray | range:
-    return chosen_cells(0, 0, sum(map(len, of)))
+def all_of(of: tuple[Cells, ...], memory: RankMemory) -> tuple[Digests, ...]:
+    everything = chosen_cells(0, 0, sum(map(len, of)))
+    return tuple(one for some in digest(of, everything, reader(memory.base)) for one in some)
 
 
 def cells_of(plan: Plan, moved: Moved) -> tuple[tuple[Cells, ...], tuple[Cells, ...]]:
@@ -97,8 +100,8 @@ def test_any_changed_byte_is_found_and_named_whatever_the_layouts(
     copy(blocks, source.base, target.base)
     here, there = cells_of(plan, moved)
     assert sum(one.nbytes for one in here) == blocks.total_nbytes
-    sent = digest(here, everything(here), reader(source.base))
-    landed = digest(there, everything(there), reader(target.base))
+    sent = all_of(here, source)
+    landed = all_of(there, target)
     assert differences(there, landed, sent) == []
 
     # One byte, anywhere in the decode rank's memory.
@@ -106,7 +109,7 @@ def test_any_changed_byte_is_found_and_named_whatever_the_layouts(
     target.base[at] ^= 1 << data.draw(st.integers(0, 7))
     array = blocks.array
     was_sent = ((array["dst"] - 1 <= at) & (at < array["dst"] - 1 + array["nbytes"])).any()
-    differ = differences(there, digest(there, everything(there), reader(target.base)), sent)
+    differ = differences(there, all_of(there, target), sent)
     assert len(differ) == was_sent
     for one in differ:
         assert len(one.items) == len(one.buffers) == 1
@@ -146,10 +149,6 @@ def pair(pages: int = 4) -> tuple[RankMemory, RankMemory, tuple[Cells, ...], tup
     return source, target, *cells_of(plan, moved)
 
 
-def all_of(of: tuple[Cells, ...], memory: RankMemory) -> tuple[Digests, ...]:
-    return digest(of, everything(of), reader(memory.base))
-
-
 def test_cells_that_are_exchanged_differ():
     source, target, here, there = pair()
     pages = target.arrays["k", 1]
@@ -181,10 +180,41 @@ def test_digests_of_other_cells_are_no_digests_to_compare():
             differences(there, landed, (other,))
 
 
-def test_nobody_reads_on_once_the_digests_are_unwanted():
-    source, _, here, _ = pair()
-    with pytest.raises(Unwanted):
-        digest(here, everything(here), reader(source.base), lambda: False)
+def plain(names: list[str], begin: int, nbytes: int) -> Shape:
+    """Buffers of whole items."""
+    at = begin + 1_000 * np.arange(len(names), dtype=np.uint64)
+    return Shape(tuple(names), at, nbytes, np.zeros(1, np.uint64), np.array([nbytes], np.uint64))
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500), st.data())
+def test_pieces_of_work_are_bounded_and_have_every_chosen_cell_once(
+    pages, slots, cells_max, nbytes_max, data
+):
+    with (
+        mock.patch.object(cells_module, "CELLS_AT_ONCE", cells_max),
+        mock.patch.object(cells_module, "NBYTES_AT_ONCE", nbytes_max),
+    ):
+        lists_ = [
+            Cells("page", 0, np.arange(pages), np.arange(pages), (plain(["k", "v"], 0, 48),)),
+            Cells("slot", 1, np.arange(slots), np.arange(slots), (plain(["s"], 2_000, 99),)),
+        ]
+        total = sum(map(len, lists_))
+        chosen = data.draw(st.sets(st.integers(0, total - 1)).map(sorted))
+        read: list[tuple[int, int]] = []
+
+        def note(addresses, offsets, sizes):
+            read.extend((int(at), int(sizes.sum())) for at in addresses)
+            return addresses
+
+        ended, before = [], 0
+        for some in digest(lists_, np.array(chosen, np.int64), note):
+            ended += some
+            piece = read[before:]
+            before = len(read)
+            assert len(piece) <= max(cells_max, 1)
+            assert len(piece) <= 1 or sum(nbytes for _, nbytes in piece) <= nbytes_max
+        assert [one.which for one in ended] == [0, 1]
+        assert len(set(read)) == len(read) == len(chosen)
 
 
 @pytest.mark.parametrize(
