@@ -8,7 +8,7 @@ tokens here, and goes by its text. So does a chat where the model has no templat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -36,6 +36,10 @@ _OTHER: Final = (
 #: models have. More would cost a processor seconds, and a client is free to send any text.
 TEXT_MAX: Final = 2 << 20
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json")
+
+
+class _RenderError(Exception):
+    """The chat template has failed for a request."""
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,21 +113,33 @@ class TextTokens:
             messages = _MESSAGES.decode(body.get("messages", b""))
             more = _VALUES.decode(body.get("chat_template_kwargs", b"null")) or {}
             begins = msgspec.json.decode(body.get("add_generation_prompt", b"true"), type=bool)
-            text = self._template.render(
-                **{
-                    **self._special,
-                    "messages": [
-                        {"role": one.role, "content": one.content or ""} for one in messages
-                    ],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": begins,
-                    **more,
-                }
-            )
-        except (msgspec.DecodeError, jinja2.TemplateError, TypeError, ValueError, RecursionError):
+            text = self._rendered(self._template, messages, begins=begins, more=more)
+        except (msgspec.DecodeError, RecursionError, _RenderError):
             return None  # A server says what is wrong with it, or knows more than this module.
         return self._encoded(text, special=False)
+
+    def _rendered(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[_Message],
+        *,
+        begins: bool,
+        more: Mapping[str, Any],
+    ) -> str:
+        """Raises ``_RenderError``."""
+        values = {
+            **self._special,
+            "messages": [{"role": one.role, "content": one.content or ""} for one in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": begins,
+            **more,
+        }
+        try:
+            return template.render(**values)
+        except Exception as error:
+            # A program of the model's, with values of the client's: it may raise anything.
+            raise _RenderError from error
 
     def _encoded(self, text: str, *, special: bool) -> tuple[int, ...] | None:
         if len(text) > TEXT_MAX:

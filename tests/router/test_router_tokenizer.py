@@ -127,6 +127,38 @@ def test_a_chat_that_this_module_does_not_follow_has_no_tokens(
     assert Looker(tokens).look(given, CHAT).digests(16) is None
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 10**9},  # Above what the sandbox takes: OverflowError.
+        {"n": 0},  # ZeroDivisionError.
+        {"n": {}},  # TypeError.
+        {"d": "%" + "9" * 30 + "d"},  # ValueError or OverflowError.
+        {"deep": True},  # RecursionError.
+        {},
+    ],
+    ids=str,
+)
+def test_a_request_that_the_template_fails_for_is_served_by_its_text(
+    directory: Path, more: dict[str, Any]
+) -> None:
+    template = """\
+{%- macro down() %}{{ down() }}{% endmacro -%}
+{%- if deep %}{{ down() }}{% endif %}{{ d % 7 }}{{ 1 // n }}
+{%- for one in range(n) %}.{% endfor %}{{ messages[0].content }}"""
+    settings = {"chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokens = load(str(directory))
+    given = {"messages": HELLO, "chat_template_kwargs": {"d": "%d", "n": 1, **more}}
+
+    async def job() -> None:
+        async with World(prefill_policy="cache_aware", tokens=tokens) as world:
+            assert (await world.ask(CHAT, **given))[0] == 200
+
+    run(job())
+    assert (tokens.of(body(**given), CHAT, "hi") is None) == bool(more)
+
+
 def test_a_model_without_a_template_has_texts_alone(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     found = load(str(directory))
