@@ -15,11 +15,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from sglang_mooncake.router.addresses import host_of
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
-from sglang_mooncake.router.sglang_http import host_of
 
 __all__ = ["EventSource"]
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from bootstrap_server import BootstrapError, split_address
+from sglang_mooncake.router.addresses import Place, host_key, place_of
 from te.arguments import number, whole
 
 __all__ = [
@@ -228,7 +229,9 @@ def options_of(parsed: argparse.Namespace) -> Options:
     """Raises ``OptionsError``."""
     prefill = tuple(_prefill(words) for words in parsed.prefill)
     decode = tuple(_url("--decode", url) for url in parsed.decode)
-    registries = tuple(_registry(address) for address in dict.fromkeys(parsed.registry))
+    registries: dict[tuple[str, int], str] = {}
+    for address in parsed.registry:
+        registries.setdefault(_registry(address), address)
     if not registries and not (prefill and decode):
         missing = "--decode" if prefill else "--prefill"
         raise OptionsError(
@@ -236,10 +239,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
         )
     if parsed.secret_file is not None and not registries and parsed.store is None:
         raise OptionsError("--secret-file is for registries and the store: name one of them")
-    urls = [url for url, _ in prefill] + list(decode)
-    twice = sorted({url for url in urls if urls.count(url) > 1})
-    if twice:
-        raise OptionsError(f"{twice[0]} is named twice: each server once, as prefill or as decode")
+    _once([*(url for url, _ in prefill), *decode])
     is_cache_aware = (parsed.prefill_policy or parsed.policy) == CACHE_AWARE
     if parsed.store is not None and not is_cache_aware:
         raise OptionsError("--store: only the policy cache_aware looks for caches (--policy)")
@@ -248,7 +248,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
     return Options(
         host=parsed.host,
         port=parsed.port,
-        registries=registries,
+        registries=tuple(registries.values()),
         secret_file=parsed.secret_file,
         store=parsed.store,
         tokenizer=parsed.tokenizer_path,
@@ -290,11 +290,27 @@ def _prefill(words: Sequence[str]) -> tuple[str, int | None]:
         raise OptionsError(f"--prefill {url}: {error}, nor the word none") from error
 
 
+def _once(urls: Sequence[str]) -> None:
+    """Raises ``OptionsError`` if two of them are of one server."""
+    seen: dict[Place, str] = {}
+    for url in urls:
+        place = place_of(url)
+        if place in seen:
+            twice = url if seen[place] == url else f"{seen[place]}, also as {url},"
+            raise OptionsError(f"{twice} is named twice: each server once, as prefill or as decode")
+        seen[place] = url
+
+
 def _url(option: str, text: str) -> str:
     """Without the slash at the end."""
     try:
         parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        usable = (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and parts.port != 0
+            and not (parts.query or parts.fragment)
+        )
     except ValueError:  # A port that is no number, half a bracket.
         usable = False
     if not usable:
@@ -302,12 +318,13 @@ def _url(option: str, text: str) -> str:
     return text.rstrip("/")
 
 
-def _registry(address: str) -> str:
+def _registry(address: str) -> tuple[str, int]:
+    """The same for all spellings."""
     try:
-        split_address(address)
+        host, port = split_address(address)
     except BootstrapError as error:
         raise OptionsError(f"--registry {address!r} is not of the form HOST:PORT") from error
-    return address
+    return host_key(host), port
 
 
 def _count_or_any(text: str) -> int:

@@ -26,10 +26,10 @@ from bootstrap_server import (
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, registry_port_of
 from sglang_mooncake.fetching import fetch_named
+from sglang_mooncake.router.addresses import is_host
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.membership import Change, Listed, Membership
 from sglang_mooncake.router.servers import ROLES, Role
-from sglang_mooncake.router.sglang_http import is_host
 
 __all__ = ["Registry", "RegistrySource", "listed_of"]
 

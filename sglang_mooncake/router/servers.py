@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from sglang_mooncake.router.sglang_http import host_of
+from sglang_mooncake.router.addresses import host_of
 
 __all__ = ["PROBE_ILL_S", "ROLES", "Counts", "Role", "Server", "Servers"]
 

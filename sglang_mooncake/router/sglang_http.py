@@ -7,11 +7,8 @@ byte, as ``msgspec.Raw``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from ipaddress import IPv6Address
 from typing import Final, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,10 +28,8 @@ __all__ = [
     "events_in",
     "for_pair",
     "given",
-    "host_of",
     "index_of",
     "is_batch",
-    "is_host",
     "is_single",
     "member",
     "told_in",
@@ -51,12 +46,6 @@ CHAT: Final = "/v1/chat/completions"
 #: there must be room above.
 ROOM_BITS: Final = 62
 DONE_EVENT: Final = b"data: [DONE]\n\n"
-
-#: Of a name in the DNS (RFC 1035). Names with underscores occur, as those of containers.
-HOST_CHARS_MAX: Final = 253
-_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-#: The network interface of a link-local address.
-_ZONE: Final = re.compile(r"[A-Za-z0-9._-]+")
 
 Body: TypeAlias = dict[str, msgspec.Raw]
 
@@ -148,25 +137,6 @@ def for_pair(body: Mapping[str, msgspec.Raw], host: str, port: int | None, room:
     """
     added = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     return _ENCODER.encode({**body, **added})
-
-
-def host_of(url: str) -> str:
-    """The host of a server's URL, as requests name it."""
-    host = urlsplit(url).hostname or ""
-    return f"[{host}]" if ":" in host else host
-
-
-def is_host(text: str) -> bool:
-    """Whether it is an IP address or a name that can be looked up, so that a URL with it is one of
-    that host. A name of other letters than ASCII's is to be given in its ASCII form (``xn--``)."""
-    if ":" in text:
-        address, zone, name = text.partition("%")
-        try:
-            IPv6Address(address)
-        except ValueError:
-            return False
-        return not zone or _ZONE.fullmatch(name) is not None
-    return len(text) <= HOST_CHARS_MAX and _HOST_NAME.fullmatch(text) is not None
 
 
 def wants_stream(body: Mapping[str, msgspec.Raw]) -> bool:

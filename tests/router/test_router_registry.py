@@ -32,6 +32,7 @@ from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed, signed_name
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, Role
 from sglang_mooncake.router import membership, registry_source
+from sglang_mooncake.router.addresses import place_of
 from sglang_mooncake.router.membership import ABSENT_S, Listed, Membership
 from sglang_mooncake.router.registry_source import listed_of
 from sglang_mooncake.router.servers import Server, Servers
@@ -249,10 +250,11 @@ def test_a_request_ends_well_though_its_server_leaves_meanwhile() -> None:
 
 # --- the rules ---
 
+URLS = ["http://a:1", "http://b:2", "http://B:2/", "http://c:3"]
 LISTED = st.builds(
     Listed,
     st.sampled_from(["prefill", "decode"]),
-    st.sampled_from(["http://a:1", "http://b:2", "http://c:3"]),
+    st.sampled_from(URLS),
     st.none(),
     st.sampled_from([None, 1, 2]),
 )
@@ -261,7 +263,7 @@ STEPS = st.lists(
         st.sampled_from(["r", "s"]),
         st.lists(LISTED, max_size=4),
         st.floats(0.0, 2 * ABSENT_S),
-        st.sets(st.sampled_from(["http://a:1", "http://b:2", "http://c:3"])),
+        st.sets(st.sampled_from(URLS)),
     ),
     max_size=8,
 )
@@ -288,17 +290,15 @@ def test_a_server_is_there_once_and_as_it_is_listed(
         after = set(servers.all())
         assert set(change.joined) == after - before
         assert set(change.left) == before - after
-        assert len(urls(servers.all())) == len(after)
-        assert named in after
+        there = {place_of(server.url): server for server in after}
+        assert len(there) == len(after)
+        assert there.pop(place_of(named.url)) is named
         assert not any(one.is_well for one in change.joined)
-        every = [one for each in last.values() for one in each]
-        first = {one.url: one for one in reversed(every)}
-        for url, one in first.items():
-            (there,) = (server for server in after if server.url == url)
-            if there is not named:
-                assert (there.role, there.bootstrap_port) == (one.role, one.bootstrap_port)
-        for server in after - {named}:
-            assert server.url in first or (server in before and server.is_well)
+        told = {(place_of(one.url), *one.record) for each in last.values() for one in each}
+        assert {place for place, *_ in told} <= {place_of(named.url), *there}
+        for place, server in there.items():
+            listed_as = place, server.role, server.bootstrap_port, None
+            assert listed_as in told or (server in before and server.is_well)
         assert members.settle(now_s) == membership.Change((), (), ())
 
 
@@ -312,6 +312,59 @@ def test_who_is_listed_no_more_and_answers_leaves_late() -> None:
     assert members.settle(1.0).left == ()
     assert members.settle(ABSENT_S).left == ()
     assert members.settle(1.0 + ABSENT_S).left == (server,)
+
+
+def test_a_server_at_two_registries_stays_whichever_of_them_answers() -> None:
+    """They know its own registry by two addresses."""
+    servers = Servers(())
+    members = Membership(servers)
+    one = Listed("prefill", "http://a:1", "a", 8998)
+    other = Listed("prefill", "http://A:1", "10.0.0.1", 8998)
+    members.told("r", [one])
+    members.told("s", [other])
+    (server,) = members.settle(0.0).joined
+    server.answered()
+    nothing = membership.Change((), (), ())
+    for now_s, listed in enumerate([[], [one], [other, one], []]):
+        members.told("r", listed)
+        assert members.settle(float(now_s)) == nothing
+    # A record that nobody confirms is an old one some day.
+    assert members.settle(2.0 + ABSENT_S) == nothing
+    change = members.settle(3.0 + ABSENT_S)
+    assert change.left == (server,)
+    assert [joined.bootstrap_host for joined in change.joined] == ["10.0.0.1"]
+    members.told("r", [one])
+    assert members.settle(4.0 + ABSENT_S) == nothing
+
+
+@pytest.mark.parametrize("earlier", ["r", "s"])
+def test_a_server_that_its_registry_lists_otherwise_was_started_again(earlier: str) -> None:
+    """What another registry still has of the former one does not count."""
+    servers = Servers(())
+    members = Membership(servers)
+    old, new = (Listed("prefill", "http://a:1", "a", port) for port in (8998, 8999))
+    members.told(earlier, [])
+    members.told("r", [old])
+    (server,) = members.settle(0.0).joined
+    server.answered()
+    members.told("s", [old])
+    assert members.settle(0.5).left == ()
+    members.told("r", [new])
+    change = members.settle(1.0)
+    assert change.left == (server,)
+    assert [joined.bootstrap_port for joined in change.joined] == [8999]
+
+
+def test_a_server_that_is_known_by_another_port_alone_was_started_again() -> None:
+    servers = Servers(())
+    members = Membership(servers)
+    old, new = (Listed("prefill", "http://a:1", "a", port) for port in (8998, 8999))
+    members.told("r", [old])
+    (server,) = members.settle(0.0).joined
+    server.answered()
+    members.told("r", [])
+    members.told("s", [new])
+    assert members.settle(1.0).left == (server,)
 
 
 def test_two_roles_of_one_server_are_told_once() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_mooncake.router.addresses import host_of, place_of
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.options import Options, OptionsError, add_arguments, options_of
 from sglang_mooncake.router.passing import whole_lines
@@ -29,7 +30,6 @@ from sglang_mooncake.router.sglang_http import (
     event_json,
     events_in,
     for_pair,
-    host_of,
     is_single,
     told_in,
     wants_input_logprobs,
@@ -99,6 +99,25 @@ def test_what_is_asked_for() -> None:
     assert wants_input_logprobs(body(return_logprob=[False, True]), "/generate")
     assert not wants_input_logprobs(body(return_logprob=False), "/generate")
     assert not wants_input_logprobs(body(return_logprob=True), "/v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "same"),
+    [
+        ("http://a:1", "http://A:1/", True),
+        ("http://a.b", "http://a.b.:80", True),
+        ("http://localhost:1", "http://127.0.0.1:1", True),
+        ("http://[::1]:1", "http://localhost:1", True),
+        ("http://[FD00:0::1]:1", "http://[fd00::1]:1", True),
+        ("http://[::ffff:10.0.0.1]:1", "http://10.0.0.1:1", True),
+        ("http://a:1", "http://a:2", False),
+        ("http://a:1", "http://a:1/b", False),
+        ("http://127.0.0.1:1", "http://127.0.0.2:1", False),
+        ("https://a", "http://a", False),
+    ],
+)
+def test_a_server_is_the_same_however_its_url_is_spelled(url: str, other: str, same: bool) -> None:
+    assert (place_of(url) == place_of(other)) == same
 
 
 @pytest.mark.parametrize(
@@ -291,6 +310,11 @@ def test_policies_are_of_all_or_of_one_role() -> None:
     assert (found.prefill_policy, found.decode_policy) == ("random", "round_robin")
 
 
+def test_a_registry_that_is_named_twice_is_asked_once() -> None:
+    words = ("--registry", "b:2", "--registry", "localhost:1", "--registry", "127.0.0.1:1")
+    assert parsed(*words).registries == ("b:2", "localhost:1")
+
+
 def test_a_port_of_a_registry_may_be_left_to_the_server() -> None:
     for words in (("http://a:1",), ("http://a:1/", "none")):
         assert parsed("--prefill", *words, "--decode", "http://b:2").prefill == (
@@ -306,6 +330,8 @@ def test_a_port_of_a_registry_may_be_left_to_the_server() -> None:
         ((*PAIR, "--decode", "b:2"), "is no URL"),
         ((*PAIR, "--decode", "http://b:x"), "is no URL"),
         ((*PAIR, "--decode", "http://a:1"), "http://a:1 is named twice"),
+        ((*PAIR, "--decode", "http://A.:1"), "http://a:1, also as http://A.:1, is named twice"),
+        ((*PAIR, "--decode", "http://c:1?d"), "is no URL"),
         ((*PAIR, "--policy", "random", "--max-ttft-secs", "1"), "only the policy cache_aware"),
         (
             (*PAIR, "--prefill", "http://c:1", "word"),
