@@ -115,6 +115,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port to listen on (30000)",
     )
     add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (info)",
+    )
+    _add_servers(parser)
+    _add_choice(parser)
+    _add_health(parser)
+    _add_limits(parser)
+    for name, count in _WITHOUT_EFFECT.items():
+        action = "store_true" if count == 0 else "store"
+        add(name, action=action, default=None, help=argparse.SUPPRESS)
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("servers").add_argument
+    add(
         "--prefill",
         nargs="+",
         action="append",
@@ -143,6 +160,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the deployment's secret, where registries or the store ask for it",
     )
+    add("--api-key", metavar="KEY", help="for servers, where a client brings no key of its own")
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("choice of servers").add_argument
+    add(
+        "--policy",
+        choices=POLICIES,
+        default=CACHE_AWARE,
+        help="how servers are chosen (cache_aware: the one that is expected to have the first token"
+        " first, by its cache and its queue)",
+    )
+    add("--prefill-policy", choices=POLICIES, help="that of prefill servers (--policy)")
+    add("--decode-policy", choices=POLICIES, help="that of decode servers (--policy)")
     add(
         "--store",
         metavar="JSON",
@@ -155,22 +186,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the directory of the model: its tokenizer and chat template tell the tokens of texts,"
         " by which servers and the store know their caches (texts are compared as they are)",
     )
-    add(
-        "--policy",
-        choices=POLICIES,
-        default=CACHE_AWARE,
-        help="how servers are chosen (cache_aware: the one that is expected to have the first token"
-        " first, by its cache and its queue)",
-    )
-    add("--prefill-policy", choices=POLICIES, help="that of prefill servers (--policy)")
-    add("--decode-policy", choices=POLICIES, help="that of decode servers (--policy)")
-    add(
-        "--request-timeout-secs",
-        type=_SECONDS,
-        default=1800.0,
-        metavar="S",
-        help="a request ends after so long at the latest (1800)",
-    )
+
+
+def _add_health(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("health of servers").add_argument
     add(
         "--health-check-interval-secs",
         type=_SECONDS,
@@ -192,6 +211,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="so many failures, one after another, make a server ill (3)",
     )
+    add("--disable-retries", action="store_true", help="try no request a second time")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add(
+        "--request-timeout-secs",
+        type=_SECONDS,
+        default=1800.0,
+        metavar="S",
+        help="a request ends after so long at the latest (1800)",
+    )
     add(
         "--max-concurrent-requests",
         type=_count_or_any,
@@ -212,17 +243,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="longest body of a request (536870912)",
     )
-    add("--disable-retries", action="store_true", help="try no request a second time")
-    add("--api-key", metavar="KEY", help="for servers, where a client brings no key of its own")
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="least level of what is logged (info)",
-    )
-    for name, count in _WITHOUT_EFFECT.items():
-        action = "store_true" if count == 0 else "store"
-        add(name, action=action, default=None, help=argparse.SUPPRESS)
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
