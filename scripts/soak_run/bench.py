@@ -223,20 +223,26 @@ class Bench:
     def clients(
         self, server: Server | Router, requests: Sequence[Request] = ()
     ) -> Iterator[Clients]:
-        """Ask the server meanwhile; by default `requests`."""
+        """Ask the server meanwhile; by default `requests`. As this begins there have been as many
+        answers as clients: the first ones of a new server took six seconds on a quiet machine, and
+        what happens before them happens to a server that does nothing. Raises ServingError."""
         how = (self._clients, self.deadline_s, self.seed)
         with Clients(server.url, requests or self.requests, *how) as asking:
+            until(lambda: _answers(server, asking) >= self._clients, "the clients have answers")
             yield asking
 
     def wait(self, server: Server | Pair, seconds: float) -> None:
         """Lets so much time pass. Raises ServingError if the server ends meanwhile, or one of the
         pair."""
-        servers = (server.prefill, server.decode) if isinstance(server, Pair) else (server,)
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
-            for one in servers:
-                one.process.check_alive()
+            _check_alive(server)
             time.sleep(min(left_s, POLL_S))
+
+    def wait_for_loads(self, server: Server, place: Place) -> None:
+        """Until pages came out of the store, under load. A server that has no time to ask for a
+        prompt twice within the seconds of a scenario loads nothing. Raises ServingError."""
+        until(lambda: _pages(server, place), "pages came out of the store")
 
     @contextmanager
     def probe(
@@ -275,6 +281,22 @@ class Bench:
             notes,
             **more,
         )
+
+
+def _check_alive(server: Server | Router | Pair) -> None:
+    """Raises ServingError."""
+    for one in (server.prefill, server.decode) if isinstance(server, Pair) else (server,):
+        one.process.check_alive()
+
+
+def _answers(server: Server | Router, clients: Clients) -> int:
+    _check_alive(server)
+    return len(clients.asked)
+
+
+def _pages(server: Server, place: Place) -> int:
+    _check_alive(server)
+    return total(figures_in(place.figures)).pages
 
 
 def _said(process: ManagedProcess) -> str:

@@ -59,6 +59,7 @@ def firewall(bench: Bench, seconds: float) -> Row:
                     network.limit(None)
                     until(lambda: place.usable_owners(server), "the owner can be used")  # noqa: B023
                     bench.wait(server, seconds / 4)
+                    bench.wait_for_loads(server, place)
                 server.stop()
                 tally.add(clients.asked, known, [Span("", 0.0)])
                 tally.seconds += seconds / 2
