@@ -53,8 +53,13 @@ class Far:
             until(self._stands_still, "it stands still")
 
     def _stands_still(self) -> bool:
-        stats = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        return {one.read_text().rpartition(")")[2].split()[0] for one in stats} == {"T"}
+        states = set()
+        for one in Path(f"/proc/{self.process.pid}/task").glob("*/stat"):
+            try:
+                states.add(one.read_text().rpartition(")")[2].split()[0])
+            except (FileNotFoundError, ProcessLookupError):
+                return False  # A thread that has just ended: the signal had not come yet.
+        return states == {"T"}
 
     def kill(self) -> None:
         """As if the machine had lost it."""

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,14 @@ def test_nothing_ties_the_owner_to_the_one_that_has_started_it(
     assert int(status["PPid"]) not in (user.process.pid, os.getpid())
     assert os.getsid(owner) not in (os.getsid(0), os.getsid(user.process.pid))
     assert Path(f"/proc/{owner}/cwd").readlink() == Path("/")
-    names = [one.name for one in Path(f"/proc/{owner}/fd").iterdir()]
-    links = [str(Path(f"/proc/{owner}/fd/{one}").readlink()) for one in names]
-    assert links.count(str(directory)) == 2, "its own two locks of the directory, and no more"
-    (number,) = (i for i, one in enumerate(links) if one == str(directory / "owner.lock"))
-    flags = Path(f"/proc/{owner}/fdinfo/{names[number]}").read_text().split()[3]
+    links = {}
+    for one in Path(f"/proc/{owner}/fd").iterdir():
+        with suppress(FileNotFoundError):  # The owner may close others meanwhile.
+            links[one.name] = str(one.readlink())
+    own = list(links.values())
+    assert own.count(str(directory)) == 2, "its own two locks of the directory, and no more"
+    (number,) = (name for name, one in links.items() if one == str(directory / "owner.lock"))
+    flags = Path(f"/proc/{owner}/fdinfo/{number}").read_text().split()[3]
     assert int(flags, 8) & os.O_CLOEXEC, "what it starts does not get the lock"
     user.kill()
     with Store(shared(directory)) as store:

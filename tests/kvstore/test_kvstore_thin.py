@@ -53,7 +53,10 @@ def switches() -> dict[str, int]:
     found = {}
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
-            lines = (task / "status").read_text().splitlines()
+            try:
+                lines = (task / "status").read_text().splitlines()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # It has ended: a thread of a test before.
             (line,) = (one for one in lines if one.startswith("voluntary_ctxt_switches"))
             found[task.name] = int(line.split()[1])
     return found

@@ -55,7 +55,8 @@ def hold_sockets(undo):
     program."""
     for path in list(Path("/proc/self/fd").iterdir()):
         if path.is_socket():
-            undo.callback(os.close, os.dup(int(path.name)))
+            with suppress(OSError):  # closed meanwhile
+                undo.callback(os.close, os.dup(int(path.name)))
 
 
 def watched():
