@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,11 @@ def until(condition: Callable[[], Any], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
         time.sleep(0.002)
+
+
+def descriptors() -> set[str]:
+    """Those that this process has open, but for the one that lists them."""
+    return {path.name for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
 
 
 def engine(**more: Any) -> te.Config:

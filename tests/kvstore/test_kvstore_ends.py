@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from pathlib import Path
 
 import pytest
-from store_makers import SIG, TIMEOUT_S, Room, config, engine, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, config, descriptors, engine, keys, until
 
 import te
 from kvstore.client.connecting import Connections
@@ -22,11 +21,6 @@ from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
 
 MIB = 1 << 20
-
-
-def descriptors() -> set[str]:
-    """Those that this process has open, but for the one that lists them."""
-    return {path.name for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
 
 
 def put_and_get(directory: Path) -> None:

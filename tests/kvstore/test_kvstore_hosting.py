@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from store_host import dial, join, receive, send, shared
-from store_makers import TIMEOUT_S, config, until
+from store_makers import TIMEOUT_S, config, descriptors, until
 from store_objects import MIB
 
 from kvstore.host import agreement, lease, starting
@@ -169,12 +170,9 @@ def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
     memory.close()
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_who_goes_or_asks_twice_before_the_owner_is_ready(directory: Path) -> None:
     """One goes before it is answered; another one asks twice, and brings the memory both times."""
+    gc.collect()  # What tests before have left must not go meanwhile.
     before = descriptors()
     place = Place(directory)
     lock = place.lock()
@@ -211,7 +209,7 @@ def test_who_goes_or_asks_twice_before_the_owner_is_ready(directory: Path) -> No
         lock.close()
         left.close()
     del left
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize(
@@ -232,6 +230,7 @@ def test_an_owner_that_answers_nonsense_is_not_joined(
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(place.socket))
     listener.listen()
+    gc.collect()  # What tests before have left must not go meanwhile.
     before = descriptors()
 
     def talk() -> None:
@@ -258,7 +257,7 @@ def test_an_owner_that_answers_nonsense_is_not_joined(
         mine.close()
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(TIMEOUT_S)
-        assert descriptors() == before
+        assert descriptors() <= before
         listener.close()
         lock.close()
 
@@ -271,10 +270,11 @@ def test_a_process_that_does_not_begin_is_killed_and_leaves_the_lock(
     place = Place(directory)
     lock = place.lock()
     assert lock is not None
+    gc.collect()  # What tests before have left must not go meanwhile.
     before = descriptors()
     with pytest.raises(OSError, match="the new process does not begin"):
         Starting(shared(directory), lock)
-    assert descriptors() == before
+    assert descriptors() <= before
     lock.close()
     again = place.lock()
     assert again is not None, "the process has it no more"
