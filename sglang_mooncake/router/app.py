@@ -35,7 +35,8 @@ from sglang_mooncake.router.asking import Asking
 from sglang_mooncake.router.each import kept_up
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
-from sglang_mooncake.router.forwarding import Forwarder, request_headers
+from sglang_mooncake.router.forwarding import Forwarder
+from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.membership import Membership
 from sglang_mooncake.router.metrics import Counts, Known, text

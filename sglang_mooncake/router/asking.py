@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import aiohttp
 from aiohttp import web
 
-from sglang_mooncake.router.forwarding import request_headers
+from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.questions import SERVER_INFO, Said, ask, decoded
 from sglang_mooncake.router.routing import error_response, whole

@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "begin_of",
     "check",
+    "late",
     "refused",
     "talking_to",
     "words_of",
@@ -79,9 +80,12 @@ def talking_to(server: Server) -> Iterator[None]:
         raise Failed(server, "unreachable", f"no connection within {CONNECT_S:g} s") from error
     except aiohttp.ClientError as error:
         raise Failed(server, "broken", words_of(error)) from error
-    except TimeoutError as error:
-        sentence = "no answer in the time that a request may take (--request-timeout-secs)"
-        raise Failed(server, "late", sentence, HTTPStatus.GATEWAY_TIMEOUT) from error
+
+
+def late(server: Server) -> Failed:
+    """It has not answered in time."""
+    sentence = "no answer in the time that a request may take (--request-timeout-secs)"
+    return Failed(server, "late", sentence, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 async def begin_of(content: StreamReader, bytes_max: int) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from io import BytesIO
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -26,10 +26,12 @@ from sglang_mooncake.router.failing import (
     NO_ANSWER,
     Failed,
     check,
+    late,
     refused,
     talking_to,
     words_of,
 )
+from sglang_mooncake.router.headers import NOT_OURS_TO_TELL
 from sglang_mooncake.router.passing import whole_lines, with_prefilled
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import (
@@ -46,7 +48,7 @@ from sglang_mooncake.router.sglang_http import (
     wants_stream,
 )
 
-__all__ = ["Ask", "Course", "Forwarder", "Pair", "request_headers"]
+__all__ = ["Ask", "Course", "Forwarder", "Pair"]
 
 #: When the prefill server says that it has failed, the decode server soon says why.
 DECODE_SAYS_S: Final = 1.0
@@ -56,31 +58,8 @@ ABORT_S: Final = 2.0
 LONG_BYTES: Final = 1 << 20
 #: A first event is smaller than this, or passed on without a look.
 FIRST_EVENT_BYTES_MAX: Final = 1 << 20
-#: So long after what an attempt may take a client that reads too little is left. A server that says
-#: too little has been noticed by then.
-CLIENT_READS_S: Final = 1.0
 #: Aborts and ends of prefill answers that are under way in the background.
 BACKGROUND_MAX: Final = 4096
-#: Headers that belong to a connection, or to the body as it was sent.
-_OF_A_CONNECTION: Final = frozenset(
-    {
-        "accept-encoding",
-        "connection",
-        "content-encoding",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-_NOT_OURS_TO_TELL: Final = _OF_A_CONNECTION | {"date", "server"}
 
 
 class Pair(NamedTuple):
@@ -126,7 +105,8 @@ class Forwarder:
         which is kept as a whole, there may be ``answer_bytes_max``."""
         self._session = session
         self.timeout_s = timeout_s
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        #: An attempt looks at its time itself: one timer, instead of one for each server.
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self.answer_bytes_max, self.clock = answer_bytes_max, clock
         self._background: set[asyncio.Task[None]] = set()
 
@@ -149,7 +129,7 @@ class Forwarder:
         return await attempt.run()
 
     async def post(self, url: str, raw: bytes, headers: Mapping[str, str]) -> ClientResponse:
-        """The head of an answer, which may take as long as an attempt."""
+        """The head of an answer. The caller looks at the time."""
         # A long body is sent in pieces, between which others have their turn.
         data = raw if len(raw) <= LONG_BYTES else BytesIO(raw)
         return await self._session.post(url, data=data, headers=headers, timeout=self._timeout)
@@ -201,40 +181,69 @@ class _Attempt:
         self._raw = for_pair(body, pair.prefill.bootstrap_host, pair.prefill.bootstrap_port, room)
         self._merges = wants_input_logprobs(ask.body, ask.path)
         self._streams = wants_stream(ask.body)
+        self._until_s = asyncio.get_running_loop().time() + forwarder.timeout_s
+        self._limit = asyncio.timeout_at(self._until_s)
+        self._decode: Literal["not asked", "asked", "begun", "failed", "left"] = "not asked"
+        self._begun: _Begun | None = None
+        #: What the client is being told, the last part of it, and whether the client has to read.
+        self._answer: web.StreamResponse | None = None
+        self._last, self._waits_for_client = b"", False
 
     async def run(self) -> web.StreamResponse:
         prefill = asyncio.create_task(self._ask_prefill())
         prefill.add_done_callback(self._prefill_is_over)
-        decode = asyncio.create_task(self._ask_decode())
         is_done = False
         try:
-            response = await self._decode_begins(prefill, decode)
-            answer = await self._pass_on(response, prefill)
+            try:
+                async with self._limit:
+                    begun = await self._decode_begins(prefill)
+                    answer = await self._pass_on(begun, prefill)
+            except TimeoutError:
+                answer = await self._out_of_time(prefill)
             is_done = True
             return answer
         finally:
-            self._end(prefill, decode, is_done)
+            self._end(prefill, is_done)
 
-    async def _decode_begins(
-        self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun]
-    ) -> _Begun:
+    async def _decode_begins(self, prefill: asyncio.Task[_Prefilled]) -> _Begun:
         """The decode server's answer, once its first bytes are there."""
-        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-        error = None if decode.done() else prefill.exception()
-        if error is not None:
-            if isinstance(error, Failed) and error.kind == "answered":
-                await asyncio.wait({decode}, timeout=DECODE_SAYS_S)
-            if not decode.done():
-                raise error
+        self._decode = "asked"
         try:
-            return await decode
+            self._begun = await self._ask_decode()
         except Failed as failed:
+            self._decode = "failed"
             # A server that has gone away explains more than what the other says of it.
-            other = prefill.exception() if prefill.done() and not prefill.cancelled() else None
+            other = _failure_of(prefill)
             gone = other if isinstance(other, Failed) and other.kind != "answered" else None
             if gone is not None and failed.kind == "answered":
                 raise gone from failed
             raise
+        except BaseException:
+            self._decode = "left"
+            raise
+        self._decode = "begun"
+        if self._limit.when() != self._until_s:
+            self._limit.reschedule(self._until_s)  # It answers although the other has failed.
+        return self._begun
+
+    def _prefill_is_over(self, task: asyncio.Task[_Prefilled]) -> None:
+        error = _failure_of(task)
+        is_good = not task.cancelled() and error is None
+        self._course.on_prefill(task.result().told if is_good else None)
+        if error is not None and self._decode == "asked" and not self._limit.expired():
+            # There will be no answer. But the decode server may know why.
+            says = isinstance(error, Failed) and error.kind == "answered"
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(min(self._until_s, now + (DECODE_SAYS_S if says else 0.0)))
+
+    async def _out_of_time(self, prefill: asyncio.Task[_Prefilled]) -> web.StreamResponse:
+        """The attempt has taken as long as it may, or the prefill server has failed."""
+        if self._answer is not None:
+            return await self._too_long(self._answer)
+        error = _failure_of(prefill)
+        if error is not None:
+            raise error
+        raise late(self._pair.decode if prefill.done() else self._pair.prefill)
 
     async def _ask_prefill(self) -> _Prefilled:
         """All of the prefill server's answer. ``Failed`` if it is an error."""
@@ -255,10 +264,6 @@ class _Attempt:
         if told is not None:
             check(server, told)
         return _Prefilled(answer, Told() if told is None else told_in(told))
-
-    def _prefill_is_over(self, task: asyncio.Task[_Prefilled]) -> None:
-        is_good = not task.cancelled() and task.exception() is None
-        self._course.on_prefill(task.result().told if is_good else None)
 
     async def _ask_decode(self) -> _Begun:
         """The decode server's answer, with the first bytes of its body."""
@@ -297,46 +302,45 @@ class _Attempt:
         upstream = begun.response
         answer = web.StreamResponse(status=upstream.status)
         for name, value in upstream.headers.items():
-            if name.lower() not in _NOT_OURS_TO_TELL:
+            if name.lower() not in NOT_OURS_TO_TELL:
                 answer.headers.add(name, value)
         if upstream.content_length is not None and not self._merges:
             answer.content_length = upstream.content_length
+        self._answer = answer
         await answer.prepare(self._request)
         parts = _chunks(begun)
         if self._merges:
             parts = with_prefilled(parts, prefilled, streams=self._streams)
         elif self._streams:
             parts = whole_lines(parts)
-        waits_for_client, last = False, b""
-        left_s = self._begun_s + self._forwarder.timeout_s - self._forwarder.clock()
         try:
-            async with asyncio.timeout(max(0.0, left_s) + CLIENT_READS_S):
-                async for part in parts:
-                    waits_for_client = True
-                    await answer.write(part)
-                    waits_for_client, last = False, part
+            async for part in parts:
+                self._waits_for_client = True
+                await answer.write(part)
+                self._waits_for_client, self._last = False, part
         except aiohttp.ClientPayloadError as error:
             self._course.is_broken = True
             why = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
             event = error_event(HTTPStatus.BAD_GATEWAY, why) if self._streams else None
-            await self._stop(answer, why, event, last)
-        except TimeoutError:
-            self._abort_at(self._pair.decode)
-            why = "the answer took longer than a request may take (--request-timeout-secs)"
-            is_told = self._streams and not waits_for_client
-            event = error_event(HTTPStatus.GATEWAY_TIMEOUT, why) if is_told else None
-            await self._stop(answer, why, event, last)
+            await self._stop(answer, why, event)
         return answer
 
-    async def _stop(
-        self, answer: web.StreamResponse, why: str, event: bytes | None, last: bytes
-    ) -> None:
-        """The answer ends in the middle, behind ``last``. The client gets the event, or sees an
-        answer without its end, as it is."""
+    async def _too_long(self, answer: web.StreamResponse) -> web.StreamResponse:
+        self._abort_at(self._pair.decode)
+        why = "the answer took longer than a request may take (--request-timeout-secs)"
+        is_told = self._streams and not self._waits_for_client
+        event = error_event(HTTPStatus.GATEWAY_TIMEOUT, why) if is_told else None
+        await self._stop(answer, why, event)
+        return answer
+
+    async def _stop(self, answer: web.StreamResponse, why: str, event: bytes | None) -> None:
+        """The answer ends in the middle. The client gets the event, or sees an answer without its
+        end, as it is."""
         self._course.stopped = why
         if event is not None:
-            ends = len(last) - len(last.rstrip(b"\n"))
+            ends = len(self._last) - len(self._last.rstrip(b"\n"))
             between = b"\n" * max(0, 2 - ends)
+            self._waits_for_client = True
             await answer.write(between + event + DONE_EVENT)
         elif self._request.transport is not None:
             self._request.transport.abort()
@@ -344,31 +348,25 @@ class _Attempt:
     async def _post(self, server: Server) -> ClientResponse:
         return await self._forwarder.post(server.url + self._ask.path, self._raw, self._ask.headers)
 
-    def _end(
-        self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun], is_done: bool
-    ) -> None:
+    def _end(self, prefill: asyncio.Task[_Prefilled], is_done: bool) -> None:
         """Leaves nothing behind that still asks."""
         if is_done:
-            decode.result().response.release()
+            if self._begun is not None:
+                self._begun.response.release()
             if not prefill.done() and self._forwarder.later(_ended_soon(prefill)):
                 return
         else:
-            self._abort(prefill, decode)
-        for task in (prefill, decode):
-            task.cancel()
-        # The prefill task's exception was looked at as it ended.
-        decode.add_done_callback(_heard)
+            self._abort(prefill)
+        prefill.cancel()  # Its exception was looked at as it ended.
 
-    def _abort(self, prefill: asyncio.Task[_Prefilled], decode: asyncio.Task[_Begun]) -> None:
+    def _abort(self, prefill: asyncio.Task[_Prefilled]) -> None:
         """Ends the request where it may still be under way."""
-        still = [] if prefill.done() else [self._pair.prefill]
-        if decode.done() and not decode.cancelled() and decode.exception() is None:
-            decode.result().response.close()
-            still.append(self._pair.decode)
-        elif not decode.done() or decode.cancelled():
-            still.append(self._pair.decode)
-        for server in still:
-            self._abort_at(server)
+        if self._begun is not None:
+            self._begun.response.close()
+        if not prefill.done():
+            self._abort_at(self._pair.prefill)
+        if self._decode != "failed":
+            self._abort_at(self._pair.decode)
 
     def _abort_at(self, server: Server) -> None:
         if self._rid is not None:
@@ -386,20 +384,6 @@ class _Begun(NamedTuple):
     first: bytes
 
 
-def request_headers(headers: Mapping[str, str], api_key: str | None) -> dict[str, str]:
-    """What servers are told of a client's headers."""
-    kept_back = set(_OF_A_CONNECTION)
-    for name, value in headers.items():
-        if name.lower() == "connection":  # It names further headers of this connection.
-            kept_back.update(word.strip().lower() for word in value.split(","))
-    passed = {k: v for k, v in headers.items() if k.lower() not in kept_back}
-    # Answers are passed on as they are, and some are read: they must not be packed.
-    passed["Accept-Encoding"] = "identity"
-    if api_key is not None and not any(name.lower() == "authorization" for name in passed):
-        passed["Authorization"] = f"Bearer {api_key}"
-    return passed
-
-
 async def _chunks(begun: _Begun) -> AsyncIterator[bytes]:
     if begun.first:
         yield begun.first
@@ -414,7 +398,6 @@ async def _ended_soon(task: asyncio.Task[_Prefilled]) -> None:
         task.cancel()
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
-    """Its exception has been told already, or matters to nobody any more."""
-    if not task.cancelled():
-        task.exception()
+def _failure_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """What it has ended with; None of one that has not ended, or was cancelled."""
+    return task.exception() if task.done() and not task.cancelled() else None

@@ -57,7 +57,7 @@ class Looker:
         if b":" in model:  # An adapter's name is behind the model's.
             private += model
         salt = member(body, "cache_salt")
-        seed = seed_of(_text_in(salt), private)
+        seed = seed_of(_text_in(salt), private) if salt or private else b""
         most = cached_max(body, path)
         if isinstance(prompt, str) and self._tokens_of is not None:
             prompt = self._tokens_of.of(body, path, prompt) or prompt

@@ -60,11 +60,11 @@ def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> lis
 
 def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
     """As ``token_names``, by which prompts are told apart within this process: a chain of Python's
-    hash of bytes (SipHash), whose key nobody outside knows."""
+    hashes, of bytes (SipHash), whose key nobody outside knows, and of pairs."""
     raw, step, name = _bytes_of(tokens), 4 * page_size, hash(seed)
     names = []
     for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
-        name = hash(b"%d %b" % (name, raw[at : at + step]))
+        name = hash((name, raw[at : at + step]))
         names.append(name)
     return names
 

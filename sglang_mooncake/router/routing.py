@@ -21,13 +21,8 @@ from bootstrap_server.decoding import excerpt
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.failing import Failed
 from sglang_mooncake.router.fit import Kin
-from sglang_mooncake.router.forwarding import (
-    Ask,
-    Course,
-    Forwarder,
-    Pair,
-    request_headers,
-)
+from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
+from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
@@ -294,6 +289,8 @@ class _Late(NamedTuple):
 async def whole(request: web.Request) -> bytes:
     """The body of a client's request. ``HTTPRequestTimeout`` if it does not come, and
     ``HTTPRequestEntityTooLarge``."""
+    if request.content.is_eof():
+        return await request.read()  # All of it has come, as that of most requests has.
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

@@ -49,6 +49,7 @@ DONE_EVENT: Final = b"data: [DONE]\n\n"
 
 Body: TypeAlias = dict[str, msgspec.Raw]
 
+_NUMBER: Final = msgspec.json.Decoder(int | None)
 _BODY: Final = msgspec.json.Decoder(Body)
 _ENCODER: Final = msgspec.json.Encoder()
 #: Where a prompt may stand in a request.
@@ -186,7 +187,7 @@ def member(body: Mapping[str, msgspec.Raw], name: str) -> bytes:
 
 def _number(body: Mapping[str, msgspec.Raw], name: str) -> int | None:
     try:
-        return msgspec.json.decode(member(body, name) or _NULL, type=int | None)
+        return _NUMBER.decode(body[name]) if name in body else None
     except msgspec.DecodeError:
         return None  # A server says what is wrong with it.
 

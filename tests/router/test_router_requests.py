@@ -329,6 +329,39 @@ def test_what_the_decode_server_says_of_a_failed_hand_over_is_told() -> None:
     run(job())
 
 
+def test_an_answer_that_begins_although_the_prefill_server_failed_is_passed_on_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its time is not cut to what the decode server had to say why."""
+    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", 0.3)
+
+    async def slowly(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        await until(lambda: not world.known(world.prefill[0]).under_way)
+        response = await begin_stream(request)
+        for token in (100, 101):
+            await response.write(as_event({"output_ids": [token]}))
+            await asyncio.sleep(0.2)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def has_failed(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "aborted"}}, status=500)
+
+    world = World(retries=0)
+
+    async def job() -> None:
+        async with world:
+            world.prefill[0].answer, world.decode[0].answer = has_failed, slowly
+            status, events = await world.ask(text="a", stream=True)
+            assert (status, len(events), events[-1]) == (200, 3, "[DONE]")
+
+    run(job())
+
+
 def test_a_stream_whose_first_event_is_an_error_is_tried_again() -> None:
     async def job() -> None:
         async with World(decode=2) as world:
@@ -391,8 +424,7 @@ async def streams_for_ever(
         await response.write(as_event({"text": "x" * 100_000}))
 
 
-def test_a_client_that_does_not_read_holds_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "CLIENT_READS_S", 0.05)
+def test_a_client_that_does_not_read_holds_no_server() -> None:
 
     async def job() -> None:
         async with World(request_timeout_s=2.0) as world:
@@ -662,14 +694,19 @@ def test_a_long_request_is_sent_in_pieces() -> None:
     run(job())
 
 
-def test_a_late_server_ends_the_request() -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_late_server_ends_the_request(role: str) -> None:
     async def job() -> None:
         async with World(request_timeout_s=0.1) as world:
             world.decode[0].answer = never_answers
+            if role == "prefill":
+                world.prefill[0].answer = never_answers
             status, answer = await world.ask(text="a")
             assert status == 504
+            assert f"{role} server http" in answer["error"]["message"]
             assert "--request-timeout-secs" in answer["error"]["message"]
             assert len(world.decode[0].asked) == 1
+            assert world.known(world.prefill[0]).under_way == 0
 
     run(job())
 
