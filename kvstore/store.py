@@ -53,6 +53,7 @@ from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.answering import Answerer
+from te.forking import Origin
 from te.status import StatusSocket, process_name
 
 __all__ = ["Store"]
@@ -79,7 +80,7 @@ class Store:
         ``OSError`` if there is not enough memory.
         """
         self._config = Config() if config is None else config
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._gets: Counter[str] = Counter()
         self._puts: Counter[str] = Counter()
         self._lookups: Counter[str] = Counter()
@@ -176,7 +177,7 @@ class Store:
     def close(self) -> None:
         """Ends everything; what this process has lent is gone. Idempotent. In a child of fork(2) it
         does nothing: all of it is the parent's."""
-        if os.getpid() == self._pid:
+        if self._origin.is_here:
             self._undo.close()
 
     # -- memory

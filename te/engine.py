@@ -25,6 +25,7 @@ from te.core.engine import Engine as Plane
 from te.digests import Digester
 from te.errors import ClosedError, FenceTimeout, StatusSocketError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
+from te.forking import Origin
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
@@ -77,7 +78,7 @@ class Engine:
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
-        self._pid = os.getpid()
+        self._origin = Origin()
         config = self._config
         self._plane = Plane(
             min(config.workers, os.cpu_count() or 1),
@@ -167,7 +168,7 @@ class Engine:
 
         In a child of fork(2) it does nothing: sockets and threads are the parent's.
         """
-        if os.getpid() != self._pid:
+        if not self._origin.is_here:
             return
         self._closed = True
         if self._status_socket is not None:

@@ -19,7 +19,6 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import msgspec
 
 from te import nesting
 from te.errors import StatusSocketError
+from te.forking import let_go_in_child
 
 __all__ = [
     "ANSWER_BYTES_MAX",
@@ -225,17 +225,6 @@ def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
 
 # -- the side that answers
 
-#: A child of fork(2) has the listening sockets of its parent, but not the threads.
-_SOCKETS: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for one in list(_SOCKETS):
-        one.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
-
 
 class StatusSocket:
     """Answers questions, one connection after another, on a daemon thread that sleeps meanwhile.
@@ -270,7 +259,7 @@ class StatusSocket:
             self._sock.close()
             raise
         self._thread = threading.Thread(target=self._serve, name=f"te-status-{name}", daemon=True)
-        _SOCKETS.add(self)
+        let_go_in_child(self)
         self._thread.start()
 
     def close(self, timeout_s: float = CONNECTION_TIMEOUT_S) -> bool:
@@ -278,7 +267,6 @@ class StatusSocket:
         Idempotent."""
         if self._sock.fileno() < 0:  # Closed already, or this is a child of fork(2).
             return not self._thread.is_alive()
-        _SOCKETS.discard(self)
         self._ending.set()
         with contextlib.suppress(FileNotFoundError):
             if self.path.lstat().st_ino == self._inode:  # Else the file is another process's.
@@ -290,7 +278,7 @@ class StatusSocket:
         self._sock.close()
         return not self._thread.is_alive()
 
-    def abandon(self) -> None:
+    def let_go(self) -> None:
         """In a child of fork(2): forgets the socket, which is the parent's."""
         self._sock.close()
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import weakref
 from pathlib import Path
 from typing import Final
+
+from te.forking import let_go_in_child
 
 __all__ = ["Lock", "Place"]
 
@@ -27,9 +28,9 @@ class Lock:
 
     def __init__(self, fd: int) -> None:
         """``fd``: of the lock's file, locked."""
-        self.fd: Final = fd
+        self.fd = fd
         os.set_inheritable(fd, False)
-        _held.add(self)
+        let_go_in_child(self)
 
     def memory(self) -> str:
         """The name of the memory that an owner had, which did not end by itself; empty if there is
@@ -43,21 +44,12 @@ class Lock:
         os.pwrite(self.fd, memory.encode(), 0)
 
     def close(self) -> None:
-        """This process does not need it any more."""
-        _held.discard(self)
-        os.close(self.fd)
+        """This process does not need it any more. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1  # The number is soon another file's.
 
-
-_held: Final = weakref.WeakSet[Lock]()
-
-
-def _let_go() -> None:
-    """In a process that another thread has forked meanwhile: it may outlive the owner."""
-    for one in list(_held):
-        one.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
+    let_go = close
 
 
 class Place:
