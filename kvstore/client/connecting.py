@@ -9,12 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 import te
 from kvstore.protocol.calling import Caller
+from kvstore.threads import Threads
 
 __all__ = ["Connections", "Known"]
 
@@ -90,7 +90,7 @@ class Connections:
         self._lock = threading.Lock()
         self._states: dict[int, _State] = {}
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(THREADS_MAX, "kvstore-connect")
+        self._threads = Threads(THREADS_MAX, "kvstore-connect")
 
     def get(self, number: int) -> Known | None:
         """The connections that have been made; None if there are none at the moment."""
@@ -167,9 +167,9 @@ class Connections:
             state.is_connecting = True
             try:
                 self._threads.submit(self._make, number, state)
-            except RuntimeError:
-                # The interpreter ends, and nobody has closed this: its threads were ended first.
-                self._is_closed = True
+            except RuntimeError:  # There are no threads at the moment.
+                state.is_connecting = False
+                state.rest(self._clock())
 
     def _make(self, number: int, state: _State) -> None:
         known, why = None, ""

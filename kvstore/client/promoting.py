@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprin
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.rules.tiered_table import PromotionState
+from kvstore.threads import Threads
 
 __all__ = ["promote", "promoted_parts"]
 
@@ -61,7 +61,7 @@ def promoted_parts(
     if len(parts) < 2:
         yield from ((part, promoted(part)) for part in parts)
         return
-    with ThreadPoolExecutor(1, "kvstore-promoting") as ahead:
+    with Threads(1, "kvstore-promoting") as ahead:
         coming = ahead.submit(promoted, parts[0])
         for part, after in itertools.zip_longest(parts, parts[1:]):
             places = coming.result()

@@ -83,7 +83,7 @@ def put_at_once(
         verdicts = handle.take(keys, signature, source, deadline)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
-        return [Put.UNREACHABLE] * len(keys)
+        return [Put.TIMED_OUT if deadline.is_over else Put.UNREACHABLE] * len(keys)
     if verdicts is None:
         return None
     if verdicts == [Verdict.GRANTED] * len(keys):

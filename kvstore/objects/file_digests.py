@@ -20,11 +20,12 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
 import xxhash
+
+from kvstore.threads import Threads
 
 __all__ = ["FileDigests"]
 
@@ -52,7 +53,7 @@ class FileDigests:
         cache = Path.home() / ".cache" / "kvstore" if cache is None else cache
         name = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=16).hexdigest()
         self._places = (folder / KEPT, cache / f"digests-{name}.json")
-        self._pool = ThreadPoolExecutor(THREADS, "kvstore-digest")
+        self._pool = Threads(THREADS, "kvstore-digest")
         self._lock = threading.Lock()
         self._read_bytes = 0
 

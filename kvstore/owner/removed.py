@@ -62,9 +62,10 @@ class Removed:
     def _tell(self, write: Callable[[Tombstones | ObjectTombstones], None], result: Told) -> Told:
         """Ends what ``begin`` has begun. A tier that takes no more writes may keep what is
         removed."""
+        stones = self.stones  # Once: ``close`` may take it away.
         try:
-            if self.stones is not None:
-                write(self.stones)
+            if stones is not None:
+                write(stones)
         except OSError as exc:
             logger.warning(
                 "what is removed from %s may be found again if this process is killed now: %s",

@@ -190,6 +190,17 @@ def test_a_connection_that_never_stands_for_long_is_made_ever_less_often(dials: 
     assert pauses_s == [PAUSE_S * 2**n for n in range(5)]
 
 
+def test_without_a_thread_it_is_tried_later(dials: Dials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a limit of threads is reached for a while."""
+    dials.lose()
+    dials.time_s += PAUSE_S
+    with monkeypatch.context() as limit:
+        limit.setattr("te.connect.pool.Pool.run", lambda *_: False)
+        assert dials.ticked() == 1
+    dials.time_s += PAUSE_S_MAX
+    assert dials.ticked() == 2
+
+
 # -- deadlines
 
 
@@ -263,7 +274,7 @@ def test_a_put_whose_deadline_was_ended_while_it_was_copied_is_not_stored(
     with monkeypatch.context() as patch:
         patch.setattr(target, name, changing)
         outcomes = writing.put_at_once(handle, some, SIG, pieces, deadline)
-    assert outcomes == [Put.UNREACHABLE] * 2
+    assert outcomes == [Put.TIMED_OUT] * 2
     own = owner._owners.own
     assert own is not None
     assert not own.holds(some, SIG, NBYTES).any()
