@@ -39,7 +39,6 @@ from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import Discard, Touch
-from kvstore.protocol.reach import NonceMemory
 
 __all__ = ["HostManaging", "HostPool"]
 
@@ -89,14 +88,13 @@ class HostPool:
         load_times: LoadTimes,
         request_timeout_s: float,
     ) -> None:
-        """Connects to the owner, if there is one. ``OSError`` before Linux 4.14."""
+        """Connects to the owner, if there is one."""
         self.own: Final = None
         self.request_timeout_s: Final = request_timeout_s
         self._lease = lease
         self._place = place
         self._memory = memory
         self._load_times = load_times
-        self._nonce = NonceMemory()
         self._lock = threading.Lock()
         self._link: _Link | None = None
         #: The owner that it leads to, and when it is tried again.
@@ -133,7 +131,7 @@ class HostPool:
         pid = self._lease.pid
         try:
             path = str(self._place.calls)
-            caller = Caller(path, HOST, None, self.request_timeout_s, map_table, self._nonce)
+            caller = Caller(path, HOST, None, self.request_timeout_s, map_table)
         except NoAnswer as exc:
             self._link_s = time.monotonic() + PAUSE_S
             logger.warning("%s; it is tried again", exc)

@@ -43,8 +43,8 @@ class Copier:
         self._helper = Threads(1, "kvstore-copy")
 
     def close(self) -> None:
-        """Ends the helper, after what it is at."""
-        self._helper.shutdown()
+        """Ends the helper, after what it is at: who copies waits for that, and nobody else."""
+        self._helper.shutdown(wait=False)
 
     def take(self, slots: U64, pieces: Pieces) -> U64:
         """Copies objects into slots, which begin at these addresses, shape (n,); returns the

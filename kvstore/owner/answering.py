@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,6 @@ from typing import Final
 import msgspec
 
 from kvstore.objects.changes import KEY_BYTES
-from kvstore.objects.copying import Foreign
 from kvstore.owner.answers import stored
 from kvstore.owner.fetching import Fetching
 from kvstore.owner.owner import Owner
@@ -36,7 +36,7 @@ from kvstore.protocol.messages import (
     decode_question,
     encode,
 )
-from kvstore.protocol.reach import reachable
+from kvstore.protocol.reach import NONCE_NBYTES, Reached, reached
 from kvstore.protocol.users import check_user
 from kvstore.rate_limited_log import RateLimitedLog
 
@@ -91,7 +91,8 @@ class Answerer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answers nobody any more. Waits for answers under way."""
+        """Answers nobody any more. Waits for answers under way, but not for a client's memory that
+        cannot be read to its end."""
         with self._lock:
             self._closing = True
             lines = dict(self._lines)
@@ -99,10 +100,14 @@ class Answerer:
         for one in (self._listener, *lines):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        until_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (self._thread, *lines.values()):
-            thread.join(CLOSE_TIMEOUT_S)
-            if thread.is_alive():
-                raise RuntimeError(f"the thread {thread.name} does not end")
+            thread.join(max(until_s - time.monotonic(), 0.0))
+        open_ = sum(thread.is_alive() for thread in lines.values())
+        if open_:
+            logger.warning(
+                "%d connections of this host still have an answer under way; they are left", open_
+            )
         self._listener.close()
 
     def _accept(self) -> None:
@@ -152,12 +157,13 @@ class Answerer:
         greeted = self._greet(line)
         if greeted is None:
             return
-        fetching = Fetching(self._owner, *greeted)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-        try:
-            self._answer_all(line, greeted[0], fetching)
-        finally:
-            fetching.drop()
+        hello, tray, client = greeted
+        memory = self._owner.shared
+        with contextlib.closing(Fetching(self._owner, tray, client)) as fetching:
+            shared = [*self._shared, *([] if memory is None else [memory])]
+            socket.send_fds(line, [encode(hello)], shared)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            self._answer_all(line, tray, fetching)
 
     def _answer_all(self, line: socket.socket, tray: Mapped, fetching: Fetching) -> None:
         room = bytearray(CALL_BYTES_MAX)
@@ -175,9 +181,9 @@ class Answerer:
             if isinstance(question, Fetch | Keep):
                 line.settimeout(self._owner.claim_timeout_s if fetching.is_open else None)
 
-    def _greet(self, line: socket.socket) -> tuple[Mapped, Foreign | None] | None:
-        """The client's tray, and the client, if its memory can be read; None for one that is
-        refused or has gone."""
+    def _greet(self, line: socket.socket) -> tuple[Hello, Mapped, Reached | None] | None:
+        """The answer, the client's tray, and the client, if its memory can be read; None for one
+        that is refused or has gone."""
         line.settimeout(GREETING_TIMEOUT_S)
         raw, fds, _, _ = socket.recv_fds(line, CALL_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
         try:
@@ -191,19 +197,16 @@ class Answerer:
             tray = Mapped(fds[0])
             if tray.nbytes < TRAY_BYTES:
                 raise ValueError(f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES} are needed")
+            client: Reached | str | None = None
+            if self._shared and greet.tray_address:
+                client = reached(line, fds[0], tray, greet.tray_address)
         finally:
             for one in fds:
                 os.close(one)
-        memory = self._owner.shared
-        foreign = reachable(line, greet) if greet.nonce else None
-        if isinstance(foreign, str):
-            logger.info("objects of a process of this host come through its tray: %s", foreign)
-            foreign = None
-        reply = msgspec.structs.replace(reply, reads=foreign is not None)
-        socket.send_fds(
-            line, [encode(reply)], [*self._shared, *([] if memory is None else [memory])]
-        )
-        return tray, foreign
+        if isinstance(client, str):
+            logger.info("objects of a process of this host come through its tray: %s", client)
+            client = None
+        return msgspec.structs.replace(reply, reads=client is not None), tray, client
 
     def _read(
         self, raw: memoryview, tray: Mapped, fetching: Fetching
@@ -220,9 +223,10 @@ class Answerer:
         if not isinstance(question, Take):
             return question, self._answer(question)
         count = len(question.keys) // KEY_BYTES
-        if count * question.nbytes > tray.nbytes:
+        room = tray.nbytes - NONCE_NBYTES
+        if count * question.nbytes > room:
             return None, Refused(
-                f"{count} objects of {question.nbytes} bytes do not fit a tray of {tray.nbytes}"
+                f"{count} objects of {question.nbytes} bytes do not fit a tray of {room}"
             )
         try:
             return question, stored(

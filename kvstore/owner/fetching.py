@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.objects.changes import KEY_BYTES
-from kvstore.objects.copying import Foreign
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.owner.answers import keys_of
 from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import Answer, Done, Fetch, Fetched, Refused, Unread
+from kvstore.protocol.reach import Reached
 from kvstore.rules.object_table import Claim
 
 __all__ = ["Fetching"]
@@ -21,11 +21,11 @@ __all__ = ["Fetching"]
 class Fetching:
     """Of one connection; for one thread at a time."""
 
-    def __init__(self, owner: Owner, tray: Mapped, foreign: Foreign | None) -> None:
-        """``foreign``: the process at the other end; None if its memory cannot be read."""
+    def __init__(self, owner: Owner, tray: Mapped, client: Reached | None) -> None:
+        """``client``: the process at the other end; None if its memory cannot be read."""
         self._owner = owner
         self._tray = tray
-        self._foreign = foreign
+        self._client = client
         self._held: tuple[Claim, U64] | None = None
 
     @property
@@ -37,7 +37,8 @@ class Fetching:
         """Copies objects. Waits for the memory that they lie in."""
         self.drop()
         keys = keys_of(question.keys)
-        if self._foreign is None:
+        client = self._client
+        if client is None:
             # Of the first line it could, perhaps: then it is copied out of the tray.
             return Unread("the memory of the process at this line cannot be read")
         words = (len(keys) + 1) * question.pieces
@@ -52,13 +53,16 @@ class Fetching:
             return Refused(f"the pieces are not of {question.nbytes} bytes together")
         try:
             pieces = Pieces(told[:-1], told[-1])
-            claim, sums = self._owner.fetch(self._foreign, keys, question.signature, pieces)
+            claim, sums = self._owner.fetch(client.foreign, keys, question.signature, pieces)
         except OSError as exc:
             return Unread(str(exc.strerror))
         except ValueError as exc:
             return Refused(str(exc))
         if claim.slots:
             self._held = claim, sums
+            if not client.is_same:
+                self.drop()
+                return Unread("another process was read than the one at this line")
         return Fetched([one.value for one in claim.verdicts])
 
     def keep(self) -> Answer:
@@ -74,3 +78,9 @@ class Fetching:
         held, self._held = self._held, None
         if held is not None:
             self._owner.drop(held[0])
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self.drop()
+        if self._client is not None:
+            self._client.close()

@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +37,9 @@ from kvstore.protocol.messages import (
     decode_answer,
     encode,
 )
-from kvstore.protocol.reach import NonceMemory
+from kvstore.protocol.reach import NONCE_NBYTES
 from kvstore.protocol.users import check_user
+from te.forking import Origin, let_go_in_child
 
 __all__ = ["Caller", "Line", "Window"]
 
@@ -76,27 +76,28 @@ class Line:
         timeout_s: float,
         tray_bytes: int = TRAY_BYTES,
         map_table: Callable[[int], object] | None = None,
-        nonce: NonceMemory | None = None,
     ) -> None:
         """Connects and greets; ``NoAnswer``. ``map_table``: gets the descriptor of the owner's
-        table, which the owner of a host sends first. ``nonce``: lets the owner read this process's
-        memory, if the system does (``Hello.reads``)."""
+        table, which the owner of a host sends first; that one may read this process's memory, if
+        the system lets it (``Hello.reads``)."""
         self._name = name
         self._room = bytearray(CALL_BYTES_MAX)
+        self.tray_bytes: Final = tray_bytes
         until_s = time.monotonic() + timeout_s
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as exc:  # Too many open files.
             raise NoAnswer(f"owner {name} cannot be called: {exc}") from exc
-        _made.add(self)
+        let_go_in_child(self)
         try:
             self._wait_until(until_s)
             self._socket.connect(path)
             if map_table is not None:
                 check_user(self._socket)
-            self.tray, fd = Mapped.make(tray_bytes)
+            self.tray, fd = Mapped.make(tray_bytes + NONCE_NBYTES)
+            greet = Greet(VERSION, 0 if map_table is None else self.tray.address)
             try:
-                socket.send_fds(self._socket, [encode(_greet(nonce))], [fd])
+                socket.send_fds(self._socket, [encode(greet)], [fd])
             finally:
                 os.close(fd)
             self._wait_until(until_s)
@@ -186,20 +187,18 @@ class Caller:
         engine: bytes | None,
         timeout_s: float,
         map_table: Callable[[int], object] | None = None,
-        nonce: NonceMemory | None = None,
     ) -> None:
         """Connects. ``NoAnswer``, also if the owner has another engine than this one of its card:
-        what this process knows is of another start of it. ``map_table``, ``nonce``: see ``Line``;
-        who has the first has no other way to the owner, and waits for a line."""
+        what this process knows is of another start of it. ``map_table``: see ``Line``; who has it
+        has no other way to the owner, and waits for a line."""
         self._path = path
         self._name = name
         self._lock = threading.Condition()
         self._waits = map_table is not None
         self._map_table: Callable[[int], object] | None = None if map_table is None else _known
         self._is_closed = False
-        self._pid = os.getpid()
-        self._nonce = nonce
-        line = Line(path, name, timeout_s, map_table=map_table, nonce=nonce)
+        self._origin = Origin()
+        line = Line(path, name, timeout_s, map_table=map_table)
         if engine is not None and line.hello.engine != engine:
             line.close()
             raise NoAnswer(f"owner {name} has been started anew")
@@ -207,7 +206,7 @@ class Caller:
         self.window: Final = line.window
         self._idle = [line]
         self._lines = 1
-        _made.add(self)
+        let_go_in_child(self)
 
     @property
     def alive(self) -> bool:
@@ -271,13 +270,13 @@ class Caller:
         until_s = time.monotonic() + timeout_s
         line, is_new = self._take(timeout_s)
         try:
-            if line is not None and line.tray.nbytes < nbytes:
+            if line is not None and line.tray_bytes < nbytes:
                 line.close()
                 line, is_new = None, True
             if is_new:
                 tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
                 left_s = until_s - time.monotonic()
-                line = Line(self._path, self._name, left_s, tray, self._map_table, self._nonce)
+                line = Line(self._path, self._name, left_s, tray, self._map_table)
             yield line
         except BaseException:
             if line is not None:
@@ -298,7 +297,7 @@ class Caller:
 
     def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
         """A line, or whether there may be a new one."""
-        if self._pid != os.getpid():  # Of a fork in C, ``os.register_at_fork`` does not hear.
+        if not self._origin.is_here:
             raise NoAnswer(f"the connections to owner {self._name} are another process's")
         with self._lock:
             if self._waits:
@@ -315,22 +314,6 @@ class Caller:
             if self._waits:
                 raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
             return None, False
-
-
-_made: Final = weakref.WeakSet[Line | Caller]()
-
-
-def _let_go() -> None:
-    """In a process that was forked."""
-    for one in list(_made):
-        one.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def _greet(nonce: NonceMemory | None) -> Greet:
-    return Greet(VERSION, *(() if nonce is None else (nonce.nonce.address, nonce.nonce.data)))
 
 
 def _known(_: int) -> None:

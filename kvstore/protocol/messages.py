@@ -85,13 +85,12 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 class Greet(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Who are you? The answer is ``Hello``, or ``Refused`` for another version.
 
-    With a nonce: a process of the owner's host asks, and it may read this one's memory, where the
-    nonce lies (``kvstore.protocol.reach``).
+    With an address a process of the owner's host asks, whose tray lies there, and which the owner
+    may read (``kvstore.protocol.reach``).
     """
 
     version: int
-    nonce_address: Number = 0
-    nonce: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    tray_address: Number = 0
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -227,7 +226,7 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag=17):
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """These objects, out of the memory of the process that asks, please. In the tray lie, as u64,
     where each piece of each object begins there, and behind that the sizes of an object's pieces.
-    Answered by ``Fetched`` or ``Unread``. Only who has sent a nonce may ask so."""
+    Answered by ``Fetched`` or ``Unread``. Only who has said where its tray lies may ask so."""
 
     keys: Keys
     signature: Signature

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +23,7 @@ from store_objects import KEYS, MIB
 
 from kvstore.client.deadline import Deadline
 from kvstore.host.pool import HostPool
+from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.answering import Answerer
 from kvstore.protocol.asking import NoAnswer
@@ -28,13 +33,14 @@ from kvstore.protocol.messages import (
     Done,
     Fetch,
     Fetched,
+    Greet,
     Keep,
     Question,
     Refused,
     Take,
     Unread,
 )
-from kvstore.protocol.reach import NonceMemory
+from kvstore.protocol.reach import NONCE_NBYTES
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -131,18 +137,18 @@ def test_memory_that_cannot_be_read_comes_through_the_tray(
 ) -> None:
     """As if another program had taken the process's number."""
     room = large(host)
-    host._owners._nonce._page[:8] = b"changed!"  # type: ignore[attr-defined]
+    change_nonce(host._owners._link.caller._idle[-1])  # type: ignore[attr-defined]
     assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3
     assert asked == [Fetch, Take, Take]
     assert is_stored(host, room)
 
 
 def test_a_later_line_that_cannot_be_read_has_a_tray(
-    host: Store, asked: list[type[Question]]
+    host: Store, asked: list[type[Question]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if Yama, or the process itself, had forbidden it meanwhile."""
     room, caller = large(host), host._owners._link.caller  # type: ignore[attr-defined]
-    caller._nonce = None
+    monkeypatch.setattr("kvstore.protocol.calling.Greet", lambda version, _: Greet(version, 4096))
     with caller.line(TIMEOUT_S):
         assert host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3
     assert asked == [Fetch, Take, Take]
@@ -162,7 +168,7 @@ def test_a_source_that_was_used_again_meanwhile_is_not_stored(
         return answer
 
     monkeypatch.setattr(Line, "ask", ask)
-    assert host.put(NAMES, SIG, room.pieces, deadline=deadline) == [Put.UNREACHABLE] * 3
+    assert host.put(NAMES, SIG, room.pieces, deadline=deadline) == [Put.TIMED_OUT] * 3
     monkeypatch.undo()
     assert not host.exists(NAMES, SIG, MIB).any()
     until(lambda: host.put(NAMES, SIG, room.pieces) == [Put.STORED] * 3, "the slots are free")
@@ -221,11 +227,10 @@ Connect = Callable[..., Line]
 @pytest.fixture
 def connect(lender: Store, directory: Path) -> Iterator[Connect]:
     """Makes lines to an owner in this process, which reads its own memory."""
-    path, lines, nonces = directory / "owner.calls", list[Line](), list[NonceMemory | None]()
+    path, lines = directory / "owner.calls", list[Line]()
 
-    def made(nonce: NonceMemory | None) -> Line:
-        nonces.append(nonce)  # It has to stay.
-        line = Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None, nonce=nonce)
+    def made() -> Line:
+        line = Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
         lines.append(line)
         return line
 
@@ -246,6 +251,11 @@ def fetch(line: Line, room: Room, sizes: list[int], **other: Any) -> Answer:
     return line.ask(question, TIMEOUT_S)
 
 
+def change_nonce(line: Line) -> None:
+    """As if another program lay at the tray's address."""
+    line.tray.memory[line.tray.nbytes - NONCE_NBYTES :] = bytes(NONCE_NBYTES)
+
+
 def used(store: Store) -> int:
     own = store.status().own
     assert own is not None
@@ -253,7 +263,7 @@ def used(store: Store) -> int:
 
 
 def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect: Connect) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     assert line.hello.reads
     assert fetch(line, room, [MIB]) == Fetched(["granted"] * 3)
     assert not lender.exists(NAMES, SIG, MIB).any()
@@ -264,7 +274,7 @@ def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect
 
 
 def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
     assert used(lender) > before
@@ -276,7 +286,7 @@ def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> N
 def test_a_client_that_says_nothing_more_costs_slots_until_the_claim_s_deadline(
     lender: Store, connect: Connect
 ) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
     until(lambda: used(lender) == before, "the slots are free")
@@ -300,8 +310,40 @@ def test_a_client_that_was_granted_nothing_may_be_silent(
         end_all(directory)
 
 
+def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
+    lender: Store, connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a file system whose server has died: no signal ends such a read."""
+    del connect
+    reads, answers = threading.Event(), threading.Event()
+
+    def fetch_never(*_: object) -> None:
+        reads.set()
+        assert answers.wait(TIMEOUT_S)
+
+    monkeypatch.setattr("kvstore.owner.answering.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Copier, "fetch", fetch_never)
+    path = directory / "hung.calls"
+    with lender.answering(path):
+        room, line = large(lender), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
+
+        def ask() -> None:
+            with pytest.raises(NoAnswer):
+                fetch(line, room, [MIB])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert reads.wait(TIMEOUT_S)
+    assert not path.exists()
+    answers.set()
+    asking.join(TIMEOUT_S)
+    assert not asking.is_alive()
+    line.close()
+    until(lambda: used(lender) == 0, "the slots are free")
+
+
 def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Connect) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
     assert isinstance(fetch(line, room, [MIB], keys=KEYS[:3].tobytes()), Fetched)
@@ -314,7 +356,7 @@ def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Conn
 
 
 def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     before = used(lender)
     for sizes, other in (
         ([MIB], {"pieces": 2}),
@@ -333,7 +375,7 @@ def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None
 
 
 def test_what_is_not_there_is_not_stored(lender: Store, connect: Connect) -> None:
-    room, line = large(lender), connect(NonceMemory())
+    room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
     told = np.frombuffer(line.tray.memory, "<u8", 4)
@@ -344,11 +386,62 @@ def test_what_is_not_there_is_not_stored(lender: Store, connect: Connect) -> Non
     assert used(lender) == before
 
 
-def test_who_tells_no_nonce_or_a_wrong_one_is_not_read(lender: Store, connect: Connect) -> None:
-    room, wrong = large(lender), NonceMemory()
-    wrong._page[:8] = b"changed!"
-    for nonce in (None, wrong):
-        line = connect(nonce)
-        assert not line.hello.reads
-        assert isinstance(fetch(line, room, [MIB]), Unread)
+@pytest.mark.parametrize("address", [0, 4096])
+def test_who_does_not_say_where_its_tray_lies_is_not_read(
+    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    monkeypatch.setattr(
+        "kvstore.protocol.calling.Greet", lambda version, _: Greet(version, address)
+    )
+    room, line = large(lender), connect()
+    assert not line.hello.reads
+    assert isinstance(fetch(line, room, [MIB]), Unread)
+    assert used(lender) == 0
+
+
+def test_a_tray_without_the_owner_s_nonce_is_not_read(lender: Store, connect: Connect) -> None:
+    room, line = large(lender), connect()
+    change_nonce(line)
+    unread = fetch(line, room, [MIB])
+    assert isinstance(unread, Unread)
+    assert "No such process" in unread.why
+    assert used(lender) == 0
+
+
+def test_a_program_that_its_user_may_not_look_into_is_not_read(
+    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner with CAP_SYS_PTRACE could read set-user-ID programs."""
+    room, line = large(lender), connect()
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: 4711)
+        unread = fetch(line, room, [MIB])
+    assert isinstance(unread, Unread)
+    assert "another process" in unread.why
+    assert used(lender) == 0
+    assert isinstance(fetch(line, room, [MIB]), Fetched)
+
+
+def test_a_client_that_has_become_another_program_is_not_read(
+    lender: Store, connect: Connect, directory: Path
+) -> None:
+    del connect  # The owner answers.
+    client = subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("store_becoming.py")),
+            str(directory / "owner.calls"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "True\n"
+        assert client.stdout.readline() == "Unread\n"
+    finally:
+        os.killpg(client.pid, signal.SIGKILL)
+        client.communicate()
     assert used(lender) == 0
