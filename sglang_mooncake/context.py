@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
@@ -76,6 +77,7 @@ class RankContext:
     split: how this rank's KV cache is split beside TP and pipeline stages.
     keys: those of the deployment's secrets; empty without one.
     verify: how much of what is handed over is digested at least.
+    verify_dir: decode: where bytes that differ are kept; None: nowhere.
     """
 
     role: Role
@@ -91,6 +93,7 @@ class RankContext:
     names: SettingNames = FIELD_NAMES
     keys: Keys = Keys()  # noqa: RUF009 - it is frozen
     verify: Verify = Verify.OFF
+    verify_dir: Path | None = None
 
     @property
     def place(self) -> Place:

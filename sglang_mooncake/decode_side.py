@@ -34,6 +34,7 @@ from sglang_mooncake.fences import Fencer
 from sglang_mooncake.fetching import fetch_instance
 from sglang_mooncake.given_up import GivenUpNotices
 from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances
+from sglang_mooncake.kept_bytes import KeptBytes
 from sglang_mooncake.layout import COMPLETION_BYTES, Buffers, CompletionRecord, Layout
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
@@ -166,6 +167,7 @@ class DecodeSide(Side):
             context.name,
             lambda compare: self._landed(compare.expected),
             lambda verified: self._loop.post(verified),
+            None if context.verify_dir is None else KeptBytes(context.verify_dir),
         )
         self._fencer = Fencer(
             engine.fence, lambda room: self._loop.post(rooms.Fenced(room)), "kv-decode-fences"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import te
 from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.digest_thread import DigestThread, Job, Pause
+from sglang_mooncake.kept_bytes import KeptBytes
 from sglang_mooncake.layout import (
     Cells,
     CompletionRecord,
@@ -25,6 +26,7 @@ from sglang_mooncake.layout import (
     Plan,
     Sent,
     Verify,
+    bytes_of,
     chosen_cells,
     differences,
     digest,
@@ -161,6 +163,7 @@ class LandedDigests:
     landed: the completion record of what was asked for, once all of it is here, else None; raises
         `CompletionDisagrees`.
     post: hands what has come of a `Compare` to the loop, from the thread.
+    kept: takes the bytes of what differs; None where they are not kept.
     """
 
     digester: te.Digester | None
@@ -170,12 +173,15 @@ class LandedDigests:
     rank: str
     landed: Callable[[Compare], CompletionRecord | None]
     post: Callable[[Verified], None]
+    kept: KeptBytes | None = None
     _plans: dict[Hashable, tuple[Layout, Plan]] = field(default_factory=dict)
     _unmade: _Unmade = field(default_factory=lambda: _Unmade())
     _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-decode-digests"))
 
     def start(self) -> None:
         self._thread.start()
+        if self.kept is not None:
+            self.kept.start()
 
     def compare(self, asked: Compare, source: tuple[Layout, Place]) -> None:
         """`post` is called with `Verified`, unless the room ends before. source: what the prefill
@@ -186,6 +192,8 @@ class LandedDigests:
         self._thread.close()
         if self.digester is not None:
             self.digester.close()
+        if self.kept is not None:
+            self.kept.close()
 
     def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> Job:
         room, failure = asked.room, None
@@ -241,11 +249,28 @@ class LandedDigests:
         self.recorder.compared("different" if differ else "equal")
         if not differ:
             return None
-        return (
+        reason = (
             f"the KV cache that arrived is not the one that was sent: {_told(differ)}. Digests of "
             f"{asked.link} and {self.rank} differ there, of room {asked.room.number}: memory was "
             "used again too early, or something between the two ranks changes bytes"
         )
+        self._keep(asked.room, reason, lists, differ)
+        return reason
+
+    def _keep(
+        self, room: Room, reason: str, lists: Sequence[Cells], differ: Sequence[Difference]
+    ) -> None:
+        if self.kept is None:
+            return
+        assert self.digester is not None
+        try:
+            cells = bytes_of(lists, differ, self.digester.read)
+        except (te.Error, MemoryError) as error:  # the request fails for the difference
+            self._unmade.log(f"room {room.number}: bytes that differ: {_why(error)}", error)
+            return
+        if room.view.decided:
+            raise _Unwanted
+        self.kept.keep(room.number, reason, cells)
 
     def _cells(
         self, landed: _Landed, theirs: Sequence[Digests], source: tuple[Layout, Place]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of registered memory of any kind, for who wants to compare what lies in two processes."""
+"""Digests of registered memory of any kind, and its bytes, for who wants to compare what lies in
+two processes."""
 
 from __future__ import annotations
 
@@ -80,6 +81,29 @@ class Digester:
         Raises:
             te.DigestError: a unit does not lie in one region, or could not be copied.
         """
+        return self._read(addresses, offsets, sizes, timeout_s)
+
+    def read(
+        self,
+        addresses: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        timeout_s: float = 5.0,
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """The bytes of each unit, shape (n, sum of sizes), and the digests of these bytes; see
+        ``digests``, also for errors. The caller bounds how many they are."""
+        copied = np.empty((len(addresses), int(sizes.sum())), np.uint8)
+        return copied, self._read(addresses, offsets, sizes, timeout_s, copied)
+
+    def _read(
+        self,
+        addresses: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        timeout_s: float,
+        copied: npt.NDArray[np.uint8] | None = None,
+    ) -> npt.NDArray[np.uint64]:
+        """The digests, and the bytes into ``copied``."""
         found = np.empty(len(addresses), np.uint64)
         where = np.ascontiguousarray(addresses, np.uint64)
         shape = (np.ascontiguousarray(offsets, np.uint64), np.ascontiguousarray(sizes, np.uint64))
@@ -89,7 +113,13 @@ class Digester:
             for first in range(0, len(found), UNITS_MAX):
                 some = slice(first, first + UNITS_MAX)
                 problem, outside = digests.digests(
-                    self._plane, self._bounce, where[some], *shape, found[some], timeout_s
+                    self._plane,
+                    self._bounce,
+                    where[some],
+                    *shape,
+                    found[some],
+                    timeout_s,
+                    None if copied is None else copied[some],
                 )
                 if outside >= 0:
                     address = int(where[first + outside]) + int(shape[0].min())

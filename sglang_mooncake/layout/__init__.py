@@ -13,6 +13,7 @@ from sglang_mooncake.layout.cells import (
     Difference,
     Digests,
     DigestsDisagree,
+    bytes_of,
     differences,
     digest,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Split",
     "Units",
     "Verify",
+    "bytes_of",
     "can_go_by_layers",
     "chosen_cells",
     "completion_bytes",

@@ -24,6 +24,7 @@ __all__ = [
     "DigestsDisagree",
     "Read",
     "Shape",
+    "bytes_of",
     "differences",
     "digest",
 ]
@@ -32,6 +33,9 @@ U64 = npt.NDArray[np.uint64]
 #: The digests of units of one shape: their addresses, and the offsets and sizes of a unit's pieces
 #: (`te.Digester.digests`).
 Read = Callable[[U64, U64, U64], U64]
+Bytes = npt.NDArray[np.uint8]
+#: The same with the bytes of which these are, shape (units, bytes of one).
+ReadBytes = Callable[[U64, U64, U64], tuple[Bytes, U64]]
 #: Of one piece of work, which takes a core some milliseconds: others have to wait for it.
 CELLS_AT_ONCE = 4_096
 NBYTES_AT_ONCE = 16 << 20
@@ -102,16 +106,35 @@ class Cells:
         """Of these cells, each mixed with its place: cells that are exchanged differ."""
         item, column = self.places(chosen)
         found = np.empty(len(chosen), np.uint64)
+        for here, shape, at in self._units(item, column):
+            found[here] = read(at, shape.offsets, shape.sizes)
+        positions = self.positions[item].astype(np.uint64) << np.uint64(32)
+        places = _mixed(positions | column.astype(np.uint64))
+        return _mixed(found ^ places)
+
+    def _units(
+        self, item: Indices, column: Indices
+    ) -> Iterator[tuple[npt.NDArray[np.bool_], Shape, U64]]:
+        """Of these cells, those of each shape, and their addresses."""
         first = 0
         for shape in self.shapes:
             here = (column >= first) & (column < first + len(shape.addresses))
             begins = shape.addresses[column[here] - first]
             at = begins + self.items[item[here]].astype(np.uint64) * np.uint64(shape.stride)
-            found[here] = read(at, shape.offsets, shape.sizes)
+            yield here, shape, at
             first += len(shape.addresses)
-        positions = self.positions[item].astype(np.uint64) << np.uint64(32)
-        places = _mixed(positions | column.astype(np.uint64))
-        return _mixed(found ^ places)
+
+    def read(
+        self, positions: Sequence[int], buffers: Sequence[str], read: ReadBytes
+    ) -> Iterator[tuple[str, Bytes]]:
+        """The bytes of each item in each buffer, one after another, with their names."""
+        for at in np.searchsorted(self.positions, positions):
+            for buffer in buffers:
+                column = np.array([self.names.index(buffer)])
+                for here, shape, address in self._units(np.array([at]), column):
+                    if here.any():
+                        found, _ = read(address, shape.offsets, shape.sizes)
+                        yield f"{self.name} {self.positions[at]} in {buffer}", found[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,10 +192,11 @@ def _digests(cells: Cells, chosen: Indices | range, read: Read) -> Iterator[tupl
 class Difference:
     """Where one index list's cells differ: in which of its items and buffers, by position.
 
-    name: what the list names. buffers: by name.
+    name: what the list names; which: of the lists it is. buffers: by name.
     """
 
     name: str
+    which: int
     items: tuple[int, ...]
     buffers: tuple[str, ...]
 
@@ -200,7 +224,25 @@ def differences(
         buffers = np.flatnonzero(one.of_buffers != other.of_buffers)
         if len(items) or len(buffers):
             positions = tuple(cells.positions[items].tolist())
-            found.append(Difference(cells.name, positions, _named(cells.names, buffers)))
+            names = _named(cells.names, buffers)
+            found.append(Difference(cells.name, cells.which, positions, names))
+    return found
+
+
+def bytes_of(
+    lists: Sequence[Cells], differ: Sequence[Difference], read: ReadBytes
+) -> dict[str, Bytes]:
+    """The bytes of cells that differ, by name: of the first `CELLS_AT_ONCE` of them, and no more
+    than `NBYTES_AT_ONCE` unless one has more."""
+    found: dict[str, Bytes] = {}
+    nbytes = 0
+    of = {cells.which: cells for cells in lists}
+    for one in differ:
+        for name, cell in of[one.which].read(one.items, one.buffers, read):
+            nbytes += len(cell)
+            if found and (nbytes > NBYTES_AT_ONCE or len(found) == CELLS_AT_ONCE):
+                return found
+            found[name] = cell
     return found
 
 

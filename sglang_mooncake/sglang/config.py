@@ -70,6 +70,7 @@ class Config:
     registry: tuple[str, ...] = ()
     layerwise: bool = False
     verify: str = "off"
+    verify_dir: Path | None = None
     drop_in: bool = False
     #: Settings of the store by their names, for `mooncake.store`.
     store: Mapping[str, Any] = field(default_factory=dict)

@@ -111,7 +111,11 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         except ValueError as error:
             raise UnsupportedServer(str(error)) from error
         self.context = dataclasses.replace(
-            context, host=host, keys=self.config.keys, verify=Verify[self.config.verify.upper()]
+            context,
+            host=host,
+            keys=self.config.keys,
+            verify=Verify[self.config.verify.upper()],
+            verify_dir=self.config.verify_dir,
         )
         self._check_exposure()
         # Read by SGLang's schedulers as they stand.

@@ -21,6 +21,8 @@ from bootstrap_server.settings.values import (
     text,
     whole,
 )
+from sglang_mooncake.kept_bytes import FILES_MAX
+from sglang_mooncake.layout.cells import NBYTES_AT_ONCE
 from sglang_mooncake.layout.chosen import SAMPLE_CELLS_MIN, SAMPLE_NBYTES, SAMPLE_ROOMS, Verify
 from sglang_mooncake.registries import Registries, addresses
 from sglang_mooncake.sglang.mooncake_variables import VARIABLES
@@ -166,6 +168,15 @@ SETTINGS: tuple[Setting, ...] = (
         " and the log and the metrics say so. Where the two servers have different values, the"
         " stricter one counts.",
         default="off",
+    ),
+    _own(
+        "verify_dir",
+        file_path(),
+        "Directory in which a decode server keeps the bytes that have arrived and differ from what"
+        f" was sent: of each such request one file of about {NBYTES_AT_ONCE >> 20} MiB at most, in"
+        f" all {FILES_MAX} files, which only its user may read. They are parts of prompts. What the"
+        " prefill server had sent is not kept.",
+        unset="nothing is kept",
     ),
     _own(
         "drop_in",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests (xxh3-64) of pieces of registered memory."""
+"""Digests (xxh3-64) of pieces of registered memory, and their bytes."""
+
+import numpy as np
+import numpy.typing as npt
 
 from te.blocks import U64
 from te.core.engine import Engine
@@ -21,6 +24,7 @@ def digests(
     sizes: U64,
     found: U64,
     timeout_s: float,
+    copied: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[int, int]:
     """Of units of one shape; written to ``found``, shape (n,). Without the lock, but for finding
     the regions (30 ns a unit): no call with many thousands of units.
@@ -29,6 +33,8 @@ def digests(
         addresses: of the units, shape (n,), C-contiguous as all of these.
         offsets, sizes: of the pieces of each unit, in bytes, shape (pieces,).
         timeout_s: for copies of a device.
+        copied: the bytes of the units, of which the digests are, are written here, shape (n, sum of
+            sizes), C-contiguous.
 
     Returns:
         (0, -1); or (errno, -1) of a copy that failed, ETIMEDOUT of one that did not end; or (0, i)

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
-# Digests (xxh3-64) of pieces of registered memory. What the processor reads is hashed where it lies; the
+# Digests (xxh3-64) of pieces of registered memory, and their bytes. What the processor reads is hashed where it lies; the
 # rest is copied into pinned memory by its kind first, and nothing here asks a device to wait. See
 # digests.pyi for the contract.
 
@@ -8,6 +8,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
+from libc.string cimport memcpy
 from te.core.engine cimport Engine
 from te.core.heap cimport need
 from te.core.kinds cimport Copy, Event, Kind, TO_HOST, TOUCHED_BY_CPU
@@ -29,15 +30,17 @@ cdef enum:
 
 
 cdef class View:
-    """A buffer of u64 for as long as this lives."""
+    """A buffer of u64, or of items of another size, for as long as this lives."""
     cdef Py_buffer of
     cdef bint is_open
 
-    def __cinit__(self, object buffer, Py_ssize_t count, bint is_written=False):
+    def __cinit__(
+        self, object buffer, Py_ssize_t count, bint is_written=False, Py_ssize_t item=8
+    ):
         PyObject_GetBuffer(buffer, &self.of, PyBUF_WRITABLE if is_written else PyBUF_SIMPLE)
         self.is_open = True
-        if self.of.len != 8 * count:
-            raise ValueError(f"a buffer of {self.of.len} bytes, and {8 * count} are needed")
+        if self.of.len != item * count:
+            raise ValueError(f"a buffer of {self.of.len} bytes, and {item * count} are needed")
 
     def __dealloc__(self):
         if self.is_open:
@@ -65,10 +68,11 @@ cdef struct Slot:
 cdef struct Walk:
     u64 unit, piece, byte
 
-# How far hashing is.
+# How far hashing is, and where the next byte goes; NULL: they are hashed alone.
 cdef struct Hashing:
     xxh3_stream stream
     u64 unit, done
+    uint8_t *to
 
 
 @cython.no_gc_clear
@@ -131,14 +135,25 @@ cdef Region *region_around(Snapshot *s, u64 start, u64 end, uint8_t *touched) no
     return s.regions[i - 1]
 
 
-cdef u64 hashed(const Shape *shape, u64 address) noexcept nogil:
-    """A unit that the processor reads."""
+cdef u64 hashed(const Shape *shape, u64 address, uint8_t *to) noexcept nogil:
+    """A unit that the processor reads, which is copied first unless `to` is NULL: the copy is what
+    is hashed."""
     cdef xxh3_stream stream
+    cdef const uint8_t *p
     cdef u64 i
     xxh3_open(&stream)
     for i in range(shape.pieces):
-        xxh3_add(&stream, <const uint8_t *>(address + shape.offsets[i]), shape.sizes[i])
+        p = <const uint8_t *>(address + shape.offsets[i])
+        if to != NULL:
+            memcpy(to, p, shape.sizes[i])
+            p = to
+            to += shape.sizes[i]
+        xxh3_add(&stream, p, shape.sizes[i])
     return xxh3_close(&stream)
+
+
+cdef uint8_t *at_unit(uint8_t *base, u64 unit, u64 nbytes) noexcept nogil:
+    return NULL if base == NULL else base + unit * nbytes
 
 
 cdef int begin(
@@ -197,6 +212,9 @@ cdef void take(Hashing *h, const Shape *shape, Slot *slot, u64 *found) noexcept 
     while left:
         some = min(left, shape.total - h.done)
         xxh3_add(&h.stream, p, some)
+        if h.to != NULL:
+            memcpy(h.to, p, some)
+            h.to += some
         p += some
         left -= some
         h.done += some
@@ -209,7 +227,7 @@ cdef void take(Hashing *h, const Shape *shape, Slot *slot, u64 *found) noexcept 
 
 cdef int through_slots(
     Slot *slots, u64 room, Kind *kind, const Shape *shape, const u64 *addresses, u64 first, u64 end,
-    u64 *found, u64 until_ns
+    u64 *found, uint8_t *to, u64 until_ns
 ) noexcept nogil:
     """Digests of the units [first, end), of one kind that the processor does not read."""
     cdef Walk at
@@ -219,7 +237,7 @@ cdef int through_slots(
     if kind.ops == NULL:
         return EOPNOTSUPP
     at.unit, at.piece, at.byte = first, 0, 0
-    h.unit, h.done = first, 0
+    h.unit, h.done, h.to = first, 0, to
     xxh3_open(&h.stream)
     slots[1].nbytes, slots[1].event = 0, NULL
     problem = begin(&slots[0], room, kind, shape, addresses, end, &at)
@@ -240,11 +258,11 @@ cdef int through_slots(
 
 def digests(
     Engine engine, Bounce bounce, object addresses, object offsets, object sizes, object found,
-    double timeout_s,
+    double timeout_s, object copied=None,
 ):
     cdef u64 i, n = len(found), end, until_ns = now_ns() + <u64>(timeout_s * 1e9)
     cdef View at = View(addresses, n), begins = View(offsets, len(offsets))
-    cdef View of = View(sizes, len(offsets)), to = View(found, n, True)
+    cdef View of = View(sizes, len(offsets)), to = View(found, n, True), copies = None
     cdef Snapshot *s
     cdef Region *r
     cdef Region **held
@@ -252,7 +270,11 @@ def digests(
     cdef int problem = 0
     cdef Shape shape
     cdef u64 *words = at.words()
+    cdef uint8_t *bytes_to = NULL
     describe(&shape, begins, of, len(offsets))
+    if copied is not None:
+        copies = View(copied, n * shape.total, True, 1)
+        bytes_to = <uint8_t *>copies.words()
     if not bounce.settle(0.0):
         return ETIMEDOUT, -1
     # This thread is in no section: only the interpreter lock keeps the snapshot from being freed, so
@@ -274,13 +296,13 @@ def digests(
         while i < n and problem == 0:
             end = i + 1
             if kinds[i].touched_by & TOUCHED_BY_CPU:
-                to.words()[i] = hashed(&shape, words[i])
+                to.words()[i] = hashed(&shape, words[i], at_unit(bytes_to, i, shape.total))
             else:
                 while end < n and kinds[end] == kinds[i]:
                     end += 1
                 problem = through_slots(
                     bounce.slots, bounce.slot_nbytes, kinds[i], &shape, words, i, end, to.words(),
-                    until_ns)
+                    at_unit(bytes_to, i, shape.total), until_ns)
             i = end
         free(kinds)
     # A device that hangs may still read the regions and write the slots: both are kept.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -299,10 +300,12 @@ def handover(
     prefill_facts: Mapping[str, Any] | None = None,
     decode_facts: Mapping[str, Any] | None = None,
     verify: tuple[Verify, Verify] = (Verify.ALL, Verify.ALL),
+    verify_dir: Path | None = None,
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
     those of all three, unless the decode rank has its own. `prefill_facts`, `decode_facts`: what
     their instances' configurations say otherwise. `verify`: of the prefill and of the decode rank.
+    `verify_dir`: of the latter.
     """
     deadlines = deadlines or PATIENT
     source = source or Pool(seed=1)
@@ -316,7 +319,8 @@ def handover(
     there = make_context(
         "decode", "", deadlines, decode_page_size, keys=decode_keys, verify=verify[1], **alike
     )
-    there = replace(there, config=structs.replace(there.config, **(decode_facts or {})))
+    there_config = structs.replace(there.config, **(decode_facts or {}))
+    there = replace(there, config=there_config, verify_dir=verify_dir)
     with ExitStack() as open_:
         open_.callback(server.close)
         prefill = PrefillRank(here, patient(prefill_config or Config()), source)

@@ -119,6 +119,62 @@ def test_a_request_after_one_that_differs_arrives():
         assert (totals(pair.decode)["equal"], totals(pair.decode)["different"]) == (1, 1)
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=[one.__name__ for one in FAULTS])
+def test_what_has_landed_and_differs_is_kept(fault: Fault, tmp_path):
+    with pair_of(verify_dir=tmp_path) as pair:
+        with faulty(pair, fault):
+            _, target = hand_over(pair)
+            until(lambda: target.view.over, "the room has failed")
+        landed = {
+            f"page {at} in latent of layer {layer}": pair.target.kv[layer, page].copy()
+            for layer in range(LAYERS)
+            for at, page in enumerate(TARGETS)
+        }
+    # Its threads have ended.
+    (path,) = tmp_path.glob("room-1-*.npz")
+    with np.load(path) as found:
+        assert str(found["reason"]) in (target.view.reason or "")
+        cells = {name: found[name] for name in found if name != "reason"}
+    assert cells
+    for name, cell in cells.items():
+        np.testing.assert_array_equal(cell, landed[name])
+
+
+def test_bytes_of_a_request_that_has_ended_are_not_kept(tmp_path, monkeypatch):
+    """They may be another's by now."""
+    with pair_of(verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
+        digester = pair.decode.side._digests.digester
+        read, asked, go_on = digester.read, threading.Event(), threading.Event()
+
+        def late(*of: Any) -> Any:
+            asked.set()
+            go_on.wait()
+            return read(*of)
+
+        monkeypatch.setattr(digester, "read", late)
+        _, target = begin(pair)
+        assert asked.wait(60)
+        pair.decode.side.abort(target, "the client has left")
+        until(lambda: target.view.over, "the pages are free")
+        go_on.set()
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_that_cannot_be_read_are_not_kept_and_the_request_fails_all_the_same(
+    tmp_path, monkeypatch, caplog
+):
+    def fails(*of: Any) -> Any:
+        raise te.DigestError("the device is lost")
+
+    with pair_of(verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
+        monkeypatch.setattr(pair.decode.side._digests.digester, "read", fails)
+        _, target = hand_over(pair)
+        until(lambda: target.view.over, "the room has failed")
+        assert "is not the one that was sent: page" in (target.view.reason or "")
+    assert "room 1: bytes that differ: the device is lost" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
     """As drawn, by the prefill rank."""
     with pair_of(verify=(Verify.SAMPLE, Verify.SAMPLE)) as pair:

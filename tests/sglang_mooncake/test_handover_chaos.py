@@ -34,7 +34,7 @@ def test_a_false_alarm_would_end_the_run(monkeypatch):
     compare = digesting.differences
 
     def alarmed(*of):
-        return [Difference("page", (0,), ("k of layer 0",))] if next(nth) == 3 else compare(*of)
+        return [Difference("page", 0, (0,), ("k of layer 0",))] if next(nth) == 3 else compare(*of)
 
     monkeypatch.setattr(digesting, "differences", alarmed)
     with pytest.raises(Wrong, match="is not the one that was sent: page 0 in k of layer 0"):

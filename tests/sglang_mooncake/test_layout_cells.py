@@ -31,6 +31,7 @@ from sglang_mooncake.layout import (
     Sent,
     Units,
     Verify,
+    bytes_of,
     chosen_cells,
     differences,
     digest,
@@ -165,6 +166,32 @@ def test_several_that_differ_are_named_by_all_their_items_and_buffers():
     (differ,) = differences(there, all_of(there, target), all_of(here, source))
     assert differ.items == (0, 1)
     assert differ.buffers == ("k of layer 0", "k of layer 2")
+
+
+def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
+    source, target, here, there = pair()
+    target.arrays["k", 0][5, 0] ^= 1
+    target.arrays["k", 2][4, 3] ^= 1
+    differ = differences(there, all_of(there, target), all_of(here, source))
+    read = reader(target.base)
+
+    def with_bytes(addresses, offsets, sizes):
+        (at,) = addresses.tolist()
+        spans = zip(offsets.tolist(), sizes.tolist(), strict=True)
+        found = np.concatenate([target.base[at + o - 1 : at + o - 1 + n] for o, n in spans])
+        return found[None], read(addresses, offsets, sizes)
+
+    found = bytes_of(there, differ, with_bytes)
+    assert {name: cell.tolist() for name, cell in found.items()} == {
+        f"page {at} in k of layer {layer}": target.arrays["k", layer][5 - at].tolist()
+        for at in (0, 1)
+        for layer in (0, 2)
+    }
+    (item,) = {len(cell) for cell in found.values()}
+    for name, most in (("CELLS_AT_ONCE", 2), ("NBYTES_AT_ONCE", 2 * item)):
+        with monkeypatch.context() as bounded:
+            bounded.setattr(cells_module, name, most)
+            assert list(bytes_of(there, differ, with_bytes)) == list(found)[:2]
 
 
 def test_digests_of_other_cells_are_no_digests_to_compare():

@@ -49,6 +49,7 @@ VALUES = {
     "sglang_mooncake.registry": ADDRESSES,
     "sglang_mooncake.layerwise": SWITCHES,
     "sglang_mooncake.verify": st.sampled_from(["off", "sample", "all"]),
+    "sglang_mooncake.verify_dir": WORDS,
     "sglang_mooncake.drop_in": SWITCHES,
     "sglang_mooncake.store": st.dictionaries(WORDS, WORDS | st.integers()).map(json.dumps),
     "sglang_mooncake.register_timeout_s": SECONDS,

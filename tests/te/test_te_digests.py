@@ -43,6 +43,11 @@ def expected(memory: Array, starts: Array, offsets: Array, sizes: Array) -> list
     ]
 
 
+def bytes_of(memory: Array, starts: Array, offsets: Array, sizes: Array) -> Array:
+    places = [np.arange(at, at + n) for at, n in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    return memory[starts[:, None].astype(np.int64) + np.concatenate(places)]
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[te.Engine]:
     with te.Engine(te.Config(transports=("tcp",), status_dir=None)) as one:
@@ -76,8 +81,12 @@ sizes_of_pieces = st.lists(
 def test_digests_are_xxh3_of_the_pieces_one_behind_the_other(digester, host, sizes, gap, starts):
     offsets = np.cumsum([gap, *[one + gap for one in sizes[:-1]]]).astype(np.uint64)
     shape = offsets, np.array(sizes, np.uint64)
-    found = digester.digests(np.uint64(host.ctypes.data) + words(*starts), *shape)
+    at = np.uint64(host.ctypes.data) + words(*starts)
+    found = digester.digests(at, *shape)
     assert found.tolist() == expected(host, words(*starts), *shape)
+    copied, of_copies = digester.read(at, *shape)
+    assert of_copies.tolist() == found.tolist()
+    np.testing.assert_array_equal(copied, bytes_of(host, words(*starts), *shape))
 
 
 def test_more_units_than_one_look_at_the_regions_has(digester, host):
@@ -204,6 +213,9 @@ def test_memory_that_only_a_copier_reads_has_the_same_digests(staged, unit, size
     offsets = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
     shape = offsets, np.array(sizes, np.uint64)
     assert one.found(starts, *shape) == expected(one.view, starts, *shape)
+    copied, found = one.digester.read(np.uint64(one.memory.address) + starts, *shape)
+    assert found.tolist() == expected(one.view, starts, *shape)
+    np.testing.assert_array_equal(copied, bytes_of(one.view, starts, *shape))
 
 
 def test_units_of_several_kinds_may_be_asked_for_at_once(staged):
@@ -213,6 +225,10 @@ def test_units_of_several_kinds_may_be_asked_for_at_once(staged):
     shape = words(0), words(1000)
     assert found[0::2] == expected(one.view, words(0, 4096), *shape)
     assert found[1:2] == expected(one.host, words(0), *shape)
+    copied, again = one.digester.read(at, *shape)
+    assert again.tolist() == found
+    np.testing.assert_array_equal(copied[0::2], bytes_of(one.view, words(0, 4096), *shape))
+    np.testing.assert_array_equal(copied[1], one.host[:1000])
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
@@ -223,6 +239,9 @@ def test_a_copy_that_fails_fails_the_digests_and_nothing_else(staged, batches, w
     getattr(kind, way)(batches)
     with pytest.raises(te.DigestError, match="could not be read for a digest"):
         one.found(starts, words(0), words(4096))
+    getattr(kind, way)(batches)
+    with pytest.raises(te.DigestError, match="could not be read for a digest"):
+        one.digester.read(np.uint64(one.memory.address) + starts, words(0), words(4096))
     assert kind.events == 0
     assert one.found(starts[:2], words(0), words(8)) == expected(
         one.view, starts[:2], words(0), words(8)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with the bytes of what differs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handover import until
+
+from sglang_mooncake import kept_bytes
+from sglang_mooncake.kept_bytes import FILES_MAX, KeptBytes
+
+CELLS = {"page 3 in k of layer 0": np.arange(8, dtype=np.uint8)}
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*"))
+
+
+def test_a_file_has_each_cell_by_its_name_and_the_reason_and_is_for_its_owner(tmp_path, caplog):
+    directory = tmp_path / "kept"
+    kept = KeptBytes(directory)
+    kept.start()
+    kept.keep(7, "the reason", CELLS)
+    kept.close()
+    kept.close()
+    (path,) = files(directory)
+    assert path.name.startswith("room-7-")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    with np.load(path) as found:
+        assert str(found["reason"]) == "the reason"
+        assert found["page 3 in k of layer 0"].tolist() == list(range(8))
+    assert f"8 bytes of room 7 that differ, in 1 cells, are kept in {path}" in caplog.text
+
+
+def test_a_directory_has_so_many_files_and_no_more(tmp_path, caplog):
+    for number in range(FILES_MAX - 1):
+        (tmp_path / f"room-{number}-1.npz").touch()
+    kept = KeptBytes(tmp_path)
+    kept.start()
+    for room in (1_000, 1_001):
+        kept.keep(room, "", CELLS)
+    kept.close()
+    assert len(files(tmp_path)) == FILES_MAX
+    assert f"{FILES_MAX} files of bytes already: remove some" in caplog.text
+    assert "the bytes of room 1001 that differ are not kept" in caplog.text
+
+
+def test_a_disk_that_is_slow_holds_nobody_up(tmp_path, monkeypatch, caplog):
+    begun, go_on = threading.Event(), threading.Event()
+    write = np.savez
+
+    def late(*args, **cells):
+        begun.set()
+        go_on.wait()
+        write(*args, **cells)
+
+    monkeypatch.setattr(kept_bytes.np, "savez", late)
+    kept = KeptBytes(tmp_path)
+    kept.start()
+    kept.keep(0, "", CELLS)
+    assert begun.wait(60)
+    for room in range(1, kept_bytes._QUEUED_MAX + 2):
+        kept.keep(room, "", CELLS)
+    assert "room 5 that differ are not kept: 4 files are yet to be written" in caplog.text
+    go_on.set()
+    until(lambda: len(list(tmp_path.glob("*.npz"))) == 5, "those before it are written")
+    kept.close()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, caplog):
+    def full(*args, **cells):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_bytes.np, "savez", full)
+    kept = KeptBytes(tmp_path)
+    kept.start()
+    kept.keep(3, "", CELLS)
+    kept.close()
+    assert not files(tmp_path)
+    assert "No space left on device" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        KeptBytes(tmp_path / "file")
