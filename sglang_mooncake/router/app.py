@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "make_app", "servers_of"]
 
-VIEWS: Final = web.AppKey("views", Mapping[Server, PrefillView])
-"""What is known of each prefill server."""
+VIEWS: Final = web.AppKey("views", Mapping[Server, Sequence[PrefillView]])
+"""What is known of each prefill server, by its DP ranks."""
 
 #: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
 #: as it is used again costs the request its second attempt.
@@ -95,7 +95,7 @@ async def make_app(
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
-        source = EventSource(session, routing.views.values, headers, clock)
+        source = EventSource(session, routing.views.keys, routing.ranks_of, headers, clock)
         watching.append(asyncio.create_task(kept_up("following KV events", source.run)))
 
     if pool is not None:

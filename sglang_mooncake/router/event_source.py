@@ -20,6 +20,7 @@ from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
+from sglang_mooncake.router.servers import Server
 
 __all__ = ["EventSource"]
 
@@ -38,6 +39,12 @@ MESSAGE_BYTES_MAX: Final = 64 << 20
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 
 
+#: Servers tell how many they have; with more of them each is too small to be of use.
+RANKS_MAX: Final = 1024
+#: By this method (`--load-balance-method`, prefill servers' own choice) the room names the rank.
+_BY_ROOM: Final = "follow_bootstrap_room"
+
+
 class _Described(msgspec.Struct):
     """What ``GET /server_info`` tells of the publisher: rank r uses the ports that are r above."""
 
@@ -49,8 +56,25 @@ class _Described(msgspec.Struct):
 
 
 class _Info(msgspec.Struct):
+    """``dp_size`` are replicas; DP attention has ranks within one, in SGLang 0.5.23 by another
+    name."""
+
     kv_events: _Described | None = None
     page_size: int | None = None
+    dp_size: int | None = None
+    attn_dp_size: int | None = None
+    load_balance_method: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        if self.kv_events is not None:
+            return self.kv_events.dp_size
+        return (self.dp_size or 1) * (self.attn_dp_size or 1)
+
+    @property
+    def may_be_chosen(self) -> bool:
+        """Whether it takes the rank that a router has chosen."""
+        return self.load_balance_method == _BY_ROOM and 1 <= self.ranks <= RANKS_MAX
 
 
 class EventSource:
@@ -59,68 +83,83 @@ class EventSource:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        views: Callable[[], Iterable[PrefillView]],
+        servers: Callable[[], Iterable[Server]],
+        ranks_of: Callable[[Server, int], Sequence[PrefillView]],
         headers: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``views``: of the prefill servers that there are; ``headers``: of questions to them."""
-        self._session, self._views, self._headers = session, views, headers
-        self._clock = clock
+        """``servers``: the prefill servers that there are. ``ranks_of`` is told how many DP ranks
+        one has, and gives what is known of each; ``headers``: of questions to servers."""
+        self._session, self._servers, self._ranks_of = session, servers, ranks_of
+        self._headers, self._clock = headers, clock
         self._context: zmq.asyncio.Context
 
     async def run(self) -> None:
         """Never returns."""
         self._context = zmq.asyncio.Context()
         try:
-            await one_for_each("following KV events for", self._views, self._follow)
+            await one_for_each("following KV events of", self._servers, self._follow)
         finally:
             self._context.destroy(linger=0)
 
-    async def _follow(self, view: PrefillView) -> None:
+    async def _follow(self, server: Server) -> None:
         said = False
         while True:
-            described = await self._described(view) if view.server.is_well else None
-            if described is not None and described.dp_size == 1:
-                await self._subscribed(view, described)
-                continue
-            if described is not None and not said:
-                said = True
-                logger.warning(
-                    "%s has %d DP ranks: which of them has a prompt's cache is not known, so its KV"
-                    " events are not used",
-                    view.server,
-                    described.dp_size,
-                )
-            await asyncio.sleep(ASK_AGAIN_S if view.server.is_well else TICK_S)
+            ills = server.counts.ills
+            info = await self._asked(server) if server.is_well else None
+            if info is not None:
+                views = self._ranks_of(server, info.ranks if info.may_be_chosen else 1)
+                for view in views:
+                    view.page_size = max(0, info.page_size or 0)
+                if views and info.kv_events is not None and len(views) == info.ranks:
+                    await self._follow_all(views, info.kv_events, ills)
+                    continue
+                if views and len(views) != info.ranks and not said:
+                    said = True
+                    logger.warning(
+                        "%s has %d DP ranks, and the router cannot choose among them"
+                        " (--load-balance-method %s): it is taken for one with one cache, and its"
+                        " KV events are not used",
+                        server,
+                        info.ranks,
+                        info.load_balance_method,
+                    )
+            await asyncio.sleep(ASK_AGAIN_S if server.is_well else TICK_S)
 
-    async def _described(self, view: PrefillView) -> _Described | None:
-        """None if the server publishes no events, or does not answer."""
-        said = await ask(self._session, view.server, SERVER_INFO, self._headers)
-        told = decoded(said, _Info)
-        if told is None:
-            return None
-        if told.page_size is not None and told.page_size > 0:
-            view.page_size = told.page_size
-        return told.kv_events
+    async def _asked(self, server: Server) -> _Info | None:
+        """None if the server does not answer."""
+        return decoded(await ask(self._session, server, SERVER_INFO, self._headers), _Info)
 
-    async def _subscribed(self, view: PrefillView, described: _Described) -> None:
-        """Follows one process of the server: it may be another one after it has been ill."""
-        stream, ills = EventStream(), view.server.counts.ills
-        host = host_of(view.server.url)
+    async def _follow_all(
+        self, views: Sequence[PrefillView], described: _Described, ills: int
+    ) -> None:
+        """Follows the ranks of one process of the server: it may be another one after it has been
+        ill."""
+        async with asyncio.TaskGroup() as group:
+            for view in views:
+                group.create_task(self._subscribed(view, described, ills))
+
+    async def _subscribed(self, view: PrefillView, described: _Described, ills: int) -> None:
+        while view.server.counts.ills == ills:
+            try:
+                await self._followed(view, described, ills)
+            except zmq.ZMQError as error:
+                logger.warning("the KV events of %s cannot be followed: %s", view, error)
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _followed(self, view: PrefillView, described: _Described, ills: int) -> None:
+        stream, host = EventStream(), host_of(view.server.url)
         socket = self._socket(zmq.SUB)
         try:
             socket.subscribe(described.topic)
-            socket.connect(f"tcp://{host}:{described.endpoint_port_base}")
+            socket.connect(f"tcp://{host}:{described.endpoint_port_base + view.rank}")
             replay = None
             if described.replay_endpoint_port_base is not None:
-                replay = f"tcp://{host}:{described.replay_endpoint_port_base}"
+                replay = f"tcp://{host}:{described.replay_endpoint_port_base + view.rank}"
             view.follow(stream, described.block_size)
-            logger.info("%s tells which pages its cache has", view.server)
+            logger.info("%s tells which pages its cache has", view)
             await self._catch_up(stream, replay)  # What was published before.
             await self._receive(view, stream, socket, replay, ills)
-        except zmq.ZMQError as error:
-            logger.warning("the KV events of %s cannot be followed: %s", view.server, error)
-            await asyncio.sleep(ASK_AGAIN_S)
         finally:
             view.follow(None, 0)
             socket.close(linger=0)
@@ -185,8 +224,8 @@ def _told(view: PrefillView, before: State, now: State) -> State:
         logger.warning(
             "the KV events of %s have gone silent: it has computed a prompt and told of no page;"
             " the router uses what it has sent there instead",
-            view.server,
+            view,
         )
     elif before == "silent" != now:
-        logger.info("the KV events of %s are back", view.server)
+        logger.info("the KV events of %s are back", view)
     return now

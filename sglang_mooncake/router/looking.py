@@ -10,7 +10,7 @@ import msgspec
 from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, own_names, seed_of, text_names
 from sglang_mooncake.router.placement import Look
 from sglang_mooncake.router.prompts import cached_max, prompt_of
-from sglang_mooncake.router.sglang_http import Body, given, member
+from sglang_mooncake.router.sglang_http import Body, given, member, rank_of
 
 __all__ = ["PAGE_TOKENS", "Looker", "Tokens"]
 
@@ -47,9 +47,9 @@ class Looker:
 
     def look(self, body: Body, path: str) -> Look:
         """Of a batch its first prompt; without names where there is none to be read."""
-        prompt = prompt_of(body, path)
+        prompt, rank = prompt_of(body, path), rank_of(body)
         if prompt is None:
-            return Look((), PAGE_TOKENS, 0.0)
+            return Look((), PAGE_TOKENS, 0.0, rank=rank)
         private = b"".join(
             name.encode() + member(body, name) for name in _PRIVATE if given(body, name)
         )
@@ -66,10 +66,13 @@ class Looker:
             size = len(prompt.encode(errors="surrogatepass"))
             names = text_names(prompt, seed)
             page_tokens = TEXT_PAGE_BYTES * per_byte
-            return Look(names, page_tokens, size * per_byte, text_bytes=size, cached_max=most)
+            tokens = size * per_byte
+            return Look(names, page_tokens, tokens, text_bytes=size, cached_max=most, rank=rank)
         names = own_names(prompt, PAGE_TOKENS, seed)
         told = None if private else prompt
-        return Look(names, PAGE_TOKENS, len(prompt), prompt=told, seed=seed, cached_max=most)
+        return Look(
+            names, PAGE_TOKENS, len(prompt), prompt=told, seed=seed, cached_max=most, rank=rank
+        )
 
     def learn(self, look: Look, prompt_tokens: int) -> None:
         """A prompt has so many tokens."""

@@ -7,11 +7,11 @@ Servers are named by their URLs, so whoever may read the metrics learns which se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bootstrap_server.prometheus_text import family
-from sglang_mooncake.router.kv_events import STATES
+from sglang_mooncake.router.kv_events import STATES, EventStream
 from sglang_mooncake.router.placement import REASONS, PrefillView
 from sglang_mooncake.router.registry_source import Registry
 from sglang_mooncake.router.servers import ROLES, Server, Servers
@@ -110,8 +110,8 @@ METRICS: Final = (
         "event_streams",
         "gauge",
         ("state",),
-        "Prefill servers whose KV events are followed: live, waiting for the first or for missed "
-        "ones, or silent although a prompt was computed.",
+        "Prefill servers, or their DP ranks, whose KV events are followed: live, waiting for the "
+        "first or for missed ones, or silent although a prompt was computed.",
     ),
     Metric("event_batches_total", "counter", _OF_SERVER, "Batches of KV events."),
     Metric("event_gaps_total", "counter", _OF_SERVER, "Times at which batches were missing."),
@@ -176,7 +176,7 @@ class Known(NamedTuple):
     """All that the router knows: the servers, its views of prefill servers, and who else tells."""
 
     servers: Servers
-    views: Mapping[Server, PrefillView]
+    views: Mapping[Server, Sequence[PrefillView]]
     registries: Sequence[Registry] = ()
     pool: StoreSource | None = None
 
@@ -185,8 +185,19 @@ def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> It
     """The lines of ``GET /metrics``. ``kinds``: how attempts can fail."""
     kinds, (servers, views, registries, pool) = tuple(kinds), known
     age_s = None if pool is None else pool.age_s(now_s)
-    streams = {(s.role, s.url): view.events for s, view in views.items() if view.events is not None}
-    states = Counter(stream.state(now_s) for stream in streams.values())
+    streams = {
+        (server.role, server.url): [view.events for view in ranks if view.events is not None]
+        for server, ranks in views.items()
+        if any(view.events is not None for view in ranks)
+    }
+    states = Counter(stream.state(now_s) for ranks in streams.values() for stream in ranks)
+
+    def of_views(figure: Callable[[PrefillView], float]) -> Mapping[tuple[str, ...], float]:
+        return {(s.role, s.url): sum(map(figure, ranks)) for s, ranks in views.items()}
+
+    def of_streams(figure: Callable[[EventStream], float]) -> Mapping[tuple[str, ...], float]:
+        return {key: sum(map(figure, ranks)) for key, ranks in streams.items()}
+
     health: dict[tuple[str, ...], float] = {
         (role, word): float(sum(one.is_well == is_well for one in servers.of(role)))
         for role in ROLES
@@ -214,32 +225,24 @@ def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> It
             (s.role, s.url): s.counts.cached_tokens for s in servers.of("prefill")
         },
         "choices_total": {(reason,): counts.choices[reason] for reason in REASONS},
-        "expected_cached_tokens_total": {
-            (s.role, s.url): view.counts.expected_hits for s, view in views.items()
-        },
-        "prefixes_missed_total": {(s.role, s.url): view.counts.missed for s, view in views.items()},
-        "prefill_expected_seconds_total": {
-            (s.role, s.url): view.counts.expected_s for s, view in views.items()
-        },
-        "prefill_seconds_total": {
-            (s.role, s.url): view.counts.measured_s for s, view in views.items()
-        },
+        "expected_cached_tokens_total": of_views(lambda view: view.counts.expected_hits),
+        "prefixes_missed_total": of_views(lambda view: view.counts.missed),
+        "prefill_expected_seconds_total": of_views(lambda view: view.counts.expected_s),
+        "prefill_seconds_total": of_views(lambda view: view.counts.measured_s),
         "event_streams": {(state,): states[state] for state in STATES},
-        "event_batches_total": {key: stream.batches for key, stream in streams.items()},
-        "event_gaps_total": {key: stream.gaps for key, stream in streams.items()},
-        "event_losses_total": {key: stream.losses for key, stream in streams.items()},
+        "event_batches_total": of_streams(lambda stream: stream.batches),
+        "event_gaps_total": of_streams(lambda stream: stream.gaps),
+        "event_losses_total": of_streams(lambda stream: stream.losses),
         "store_age_seconds": {} if age_s is None else {(): age_s},
         "store_objects": {} if pool is None else {(): pool.objects},
         "store_is_live": {} if pool is None else {(): int(pool.state == "live")},
-        "store_expected_tokens_total": {
-            (s.role, s.url): view.counts.expected_loads for s, view in views.items()
-        },
-        "store_tokens_total": {(s.role, s.url): view.counts.loads for s, view in views.items()},
+        "store_expected_tokens_total": of_views(lambda view: view.counts.expected_loads),
+        "store_tokens_total": of_views(lambda view: view.counts.loads),
         "registry_age_seconds": {
             (one.address,): age_s for one in registries if (age_s := one.age_s(now_s)) is not None
         },
         "registry_servers": {(one.address,): one.servers for one in registries},
-        "event_pages": {key: len(stream) for key, stream in streams.items()},
+        "event_pages": of_streams(len),
     }
     for metric in METRICS:
         yield from family(

@@ -68,17 +68,18 @@ class Look:
         prompt: Sequence[int] | None = None,
         seed: bytes = b"",
         cached_max: int | None = None,
+        rank: int | None = None,
     ) -> None:
         """``names`` are those of pages that stand for ``page_tokens`` tokens each; there are
         ``tokens`` in all, as far as it is known. ``text_bytes``: length of a prompt that is text.
         ``prompt``: the tokens of one that servers' events name, whose first name follows from
         ``seed``. ``cached_max``: so many tokens may come out of a cache; None is all, but for the
-        last one, which is computed always."""
+        last one, which is computed always. ``rank``: the DP rank that the client has named."""
         self.names, self.page_tokens, self.tokens = names, page_tokens, tokens
         self.cached_max = max(
             0.0, tokens - 1 if cached_max is None else min(cached_max, tokens - 1)
         )
-        self.is_limited = cached_max is not None
+        self.is_limited, self.rank = cached_max is not None, rank
         self.text_bytes = text_bytes
         self._prompt, self._seed = prompt, seed
         self._digests: dict[int, list[bytes]] = {}
@@ -131,7 +132,7 @@ class Figures(NamedTuple):
     token_s: float
     #: Tokens of the prompt that its cache has.
     hit_tokens: float
-    #: Requests that it has been sent and that have not ended.
+    #: Prompts that it has been sent and that have not ended.
     under_way: int
     #: Tokens behind those that it can load from a store, and what each takes.
     load_tokens: float = 0.0
@@ -210,12 +211,23 @@ class ViewCounts(msgspec.Struct):
 
 
 class PrefillView:
-    """What the router knows of one prefill server: its cache, its queue, its speed. ``ended`` is
-    called once for each ``send``."""
+    """What the router knows of one prefill server, or of one of its DP ranks: its cache, its queue,
+    its speed. ``ended`` is called once for each ``send``."""
 
-    def __init__(self, server: Server, pool: Pool | None = None, kin: Kin | None = None) -> None:
-        """``pool``: a store that the server loads from; ``kin``: of all servers."""
-        self.server = server
+    def __init__(
+        self,
+        server: Server,
+        pool: Pool | None = None,
+        kin: Kin | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """``pool``: a store that the server loads from; ``kin``: of all servers. ``rank``: which of
+        the server's ``ranks`` it is."""
+        self.server: Final = server
+        self.rank: Final = rank
+        self.ranks: Final = ranks
         self.counts = ViewCounts()
         self.fit, self.load_fit = WorkFit(kin), LoadFit()
         self._pool = pool
@@ -233,13 +245,13 @@ class PrefillView:
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
 
     def __repr__(self) -> str:
-        return f"the view of {self.server}"
+        return str(self.server) if self.ranks == 1 else f"DP rank {self.rank} of {self.server}"
 
     def figures(self, look: Look, now_s: float) -> Figures:
         """For one prompt."""
         self._forget_former()
         hit_tokens = min(look.cached_max, self._hit_tokens(look, now_s))
-        fit, under_way = self.fit, self.server.under_way
+        fit, under_way = self.fit, len(self._queue)
         loads, load_s = 0.0, 0.0
         if self._pool is not None and self.page_size:
             stored = min(look.cached_max, look.stored_tokens(self._pool, self.page_size))

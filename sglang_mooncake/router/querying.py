@@ -54,24 +54,39 @@ class HashQuery(_Asked):
 
 
 def matches(
-    views: Mapping[Server, PrefillView], query: TokenQuery | HashQuery, now_s: float
+    there: Mapping[Server, Sequence[PrefillView]], query: TokenQuery | HashQuery, now_s: float
 ) -> dict[str, dict[str, Any]]:
     """By tenant and by the server's URL, how many tokens of the prompt's beginning its cache has,
     on any medium and on each."""
     found = {}
-    for server, view in views.items():
+    for server, views in there.items():
+        told = _told(server, views, query, now_s)
+        if told is not None:
+            found[server.url] = told
+    return {TENANT: found if query.tenant_id == TENANT else {}}
+
+
+def _told(
+    server: Server, views: Sequence[PrefillView], query: TokenQuery | HashQuery, now_s: float
+) -> dict[str, Any] | None:
+    """Of one server: the most that one of its DP ranks has. None where it is left out."""
+    if query.instance_id not in (None, server.url):
+        return None
+    ranks: dict[str, int] = {}
+    on = dict.fromkeys(_MEDIA, 0)
+    for view in views:
         stream, page = view.events, view.event_page
         if stream is None or stream.state(now_s) != "live":
             continue
-        if query.instance_id not in (None, server.url) or query.block_size not in (None, page):
+        if query.block_size not in (None, page):
             continue
         # What an adapter has computed is named by secrets of the server's.
         names = () if query.lora_name else _names(query, page)
-        longest = stream.first_of(names) * page
-        on = {_RENAMED.get(one, one): count for one, count in stream.by_medium(names).items()}
-        told = {medium: on.get(medium, 0) * page for medium in (*_MEDIA, *sorted(on))}
-        found[server.url] = {"longest_matched": longest, "DP": {"0": longest}, **told}
-    return {TENANT: found if query.tenant_id == TENANT else {}}
+        ranks[str(view.rank)] = stream.first_of(names) * page
+        for medium, count in sorted(stream.by_medium(names).items()):
+            medium = _RENAMED.get(medium, medium)
+            on[medium] = max(on.get(medium, 0), count * page)
+    return {"longest_matched": max(ranks.values()), "DP": ranks, **on} if ranks else None
 
 
 def _names(query: TokenQuery | HashQuery, page: int) -> Sequence[int]:
@@ -83,7 +98,9 @@ def _names(query: TokenQuery | HashQuery, page: int) -> Sequence[int]:
 class Querying:
     """The routes."""
 
-    def __init__(self, views: Mapping[Server, PrefillView], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, views: Mapping[Server, Sequence[PrefillView]], clock: Callable[[], float]
+    ) -> None:
         self._views, self._clock = views, clock
 
     def routes(self) -> list[web.RouteDef]:

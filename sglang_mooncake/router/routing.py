@@ -28,7 +28,7 @@ from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
 from sglang_mooncake.router.servers import ROLES, Role, Server, Servers
-from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of
+from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of, room_for
 
 __all__ = ["Routing", "error_response", "note_answer", "note_failure", "whole"]
 
@@ -69,7 +69,8 @@ class Routing:
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
         self._kin = Kin()
-        self._views: dict[Server, PrefillView] = {}
+        #: Of each prefill server's DP ranks.
+        self._views: dict[Server, tuple[PrefillView, ...]] = {}
         self.servers_changed()
         self._looker = Looker(tokens)
         policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
@@ -126,7 +127,7 @@ class Routing:
             self._counts.retries += failed is not None
             course = Course(partial(self._prefilled, chosen))
             try:
-                response = await self._attempt(ask, chosen.pair, request, course)
+                response = await self._attempt(ask, chosen, request, course)
             except Failed as error:
                 failed = error
                 self._note(error)
@@ -150,13 +151,16 @@ class Routing:
         return error_response(HTTPStatus.TOO_MANY_REQUESTS, sentence, math.ceil(late.by_s))
 
     async def _attempt(
-        self, ask: Ask, pair: Pair, request: web.Request, course: Course
+        self, ask: Ask, chosen: _Chosen, request: web.Request, course: Course
     ) -> web.StreamResponse:
+        pair, placed = chosen
         for server in pair:
             server.under_way += 1
             server.counts.chosen += 1
         try:
             room = self._random.getrandbits(ROOM_BITS)
+            if placed is not None:
+                room = room_for(room, placed.view.rank, placed.view.ranks)
             return await self._forwarder.attempt(ask, pair, room, request, course)
         finally:
             pair.decode.under_way -= 1  # The prefill server's part is over earlier.
@@ -228,7 +232,7 @@ class Routing:
             prefill = self._choosers["prefill"].choose(usable["prefill"])
             return _Chosen(Pair(prefill, decode))
         now_s = self._clock()
-        views = [self._views[server] for server in usable["prefill"]]
+        views = [view for server in usable["prefill"] for view in self._ranks(server, look.rank)]
         choice = place(look, views, now_s, self._random)
         late_by_s = choice.late_by_s(self._options.ttft_max_s)
         if late_by_s > 0.0 and not avoided:
@@ -253,6 +257,23 @@ class Routing:
             server.counts.prompt_tokens += told.prompt_tokens
             server.counts.cached_tokens += told.cached_tokens
 
+    def _ranks(self, server: Server, named: int | None) -> Sequence[PrefillView]:
+        """Those of its DP ranks that may be chosen."""
+        views = self._views[server]
+        if named is None or not 0 <= named < len(views):
+            return views
+        return views[named : named + 1]
+
+    def ranks_of(self, server: Server, ranks: int) -> Sequence[PrefillView]:
+        """A prefill server has so many DP ranks, which it takes by the room: what is known of each.
+        Nothing where it has left."""
+        if server in self._views and len(self._views[server]) != ranks:
+            self._views[server] = tuple(
+                PrefillView(server, self._pool, self._kin, rank=rank, ranks=ranks)
+                for rank in range(ranks)
+            )
+        return self._views.get(server, ())
+
     def servers_changed(self) -> None:
         """Some have joined or left."""
         there = self._servers.of("prefill")
@@ -260,16 +281,17 @@ class Routing:
             del self._views[gone]
         for server in there:
             if server not in self._views:
-                self._views[server] = PrefillView(server, self._pool, self._kin)
+                self._views[server] = (PrefillView(server, self._pool, self._kin),)
 
     def forget_caches(self) -> None:
         """The servers' caches were flushed."""
-        for view in self._views.values():
-            view.forget()
+        for views in self._views.values():
+            for view in views:
+                view.forget()
 
     @property
-    def views(self) -> Mapping[Server, PrefillView]:
-        """What is known of each prefill server."""
+    def views(self) -> Mapping[Server, Sequence[PrefillView]]:
+        """What is known of each prefill server, by its DP ranks."""
         return self._views
 
 

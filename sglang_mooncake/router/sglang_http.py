@@ -32,6 +32,8 @@ __all__ = [
     "is_batch",
     "is_single",
     "member",
+    "rank_of",
+    "room_for",
     "told_in",
     "wants_input_logprobs",
     "wants_stream",
@@ -54,6 +56,8 @@ _BODY: Final = msgspec.json.Decoder(Body)
 _ENCODER: Final = msgspec.json.Encoder()
 #: Where a prompt may stand in a request.
 _PROMPTS: Final = ("text", "prompt", "input_ids", "input_embeds")
+#: Where a DP rank may be named; the first one counts for the prefill server.
+_RANKS: Final = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
 _TRUE: Final = b"true"
 _NULL: Final = b"null"
 
@@ -152,6 +156,20 @@ def wants_input_logprobs(body: Mapping[str, msgspec.Raw], path: str) -> bool:
         return False
     asked = body.get("return_logprob")
     return asked is not None and _TRUE in bytes(asked)
+
+
+def rank_of(body: Mapping[str, msgspec.Raw]) -> int | None:
+    """The DP rank of the prefill server that the client has named."""
+    for name in _RANKS:
+        if name in body and (rank := _number(body, name)) is not None:
+            return rank
+    return None
+
+
+def room_for(room: int, rank: int, ranks: int) -> int:
+    """A room near ``room`` by which a prefill server with so many DP ranks takes that one, and the
+    decode server knows which it is (SGLang's ``follow_bootstrap_room``)."""
+    return room - room % ranks + rank
 
 
 def is_single(body: Mapping[str, msgspec.Raw]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_mooncake.router.kv_events import EventStream
@@ -25,7 +26,7 @@ def as_json(counts: Counts, known: Known, now_s: float) -> dict[str, Any]:
         "store": None if pool is None else pool.as_json(),
         "registries": [_registry(one, now_s) for one in registries],
         "servers": {
-            role: [_server(one, views.get(one), now_s) for one in servers.of(role)]
+            role: [_server(one, views.get(one, ()), now_s) for one in servers.of(role)]
             for role in ROLES
         },
     }
@@ -41,7 +42,7 @@ def _registry(registry: Registry, now_s: float) -> dict[str, Any]:
     }
 
 
-def _server(server: Server, view: PrefillView | None, now_s: float) -> dict[str, Any]:
+def _server(server: Server, views: Sequence[PrefillView], now_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "url": server.url,
         "is_well": server.is_well,
@@ -53,20 +54,29 @@ def _server(server: Server, view: PrefillView | None, now_s: float) -> dict[str,
         found["bootstrap_port"] = server.bootstrap_port
         found["prompt_tokens"] = server.counts.prompt_tokens
         found["cached_tokens"] = server.counts.cached_tokens
-    if view is not None:
-        found["expected_cached_tokens"] = round(view.counts.expected_hits)
-        found["prefixes_missed"] = view.counts.missed
-        found["queue_s"] = view.queue_s(now_s)
-        found["fixed_s"], found["token_s"] = view.fit.fixed_s, view.fit.token_s
-        found["load_token_s"] = view.load_fit.token_s(view.fit.token_s)
-        found["expected_store_tokens"] = round(view.counts.expected_loads)
-        found["store_tokens"] = round(view.counts.loads)
-        found["median_error"] = view.median_error
-        found["events"] = None if view.events is None else _events(view.events, now_s)
+    if len(views) == 1:
+        found |= _view(views[0], now_s)
+    elif views:
+        found["dp_ranks"] = [_view(view, now_s) for view in views]
     if not server.is_well:
         found["ill_for_s"] = round(server.ill_for_s(now_s), 1)
         found["why"] = server.why_ill
     return found
+
+
+def _view(view: PrefillView, now_s: float) -> dict[str, Any]:
+    return {
+        "expected_cached_tokens": round(view.counts.expected_hits),
+        "prefixes_missed": view.counts.missed,
+        "queue_s": view.queue_s(now_s),
+        "fixed_s": view.fit.fixed_s,
+        "token_s": view.fit.token_s,
+        "load_token_s": view.load_fit.token_s(view.fit.token_s),
+        "expected_store_tokens": round(view.counts.expected_loads),
+        "store_tokens": round(view.counts.loads),
+        "median_error": view.median_error,
+        "events": None if view.events is None else _events(view.events, now_s),
+    }
 
 
 def _events(stream: EventStream, now_s: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_caches_are_forgotten_also_where_the_client_does_not_wait_for_it() -> No
             await world.ask(input_ids=prompt)
             await world.idle()
             at = 0 if world.prefill[0].asked else 1
-            view = world.views[world.known(world.prefill[at])]
+            (view,) = world.views[world.known(world.prefill[at])]
             look = Look(own_names(prompt, 16), 16, 320)
             assert view.figures(look, 0.0).hit_tokens > 0
             world.decode[0].is_slow = True

@@ -228,12 +228,14 @@ def test_events_say_nothing_of_prompts_that_they_do_not_name() -> None:
 # --- for other routers ---
 
 
-def telling(page: int, *events: Event, url: str = "http://a:1") -> dict[Server, PrefillView]:
+def telling(
+    page: int, *events: Event, url: str = "http://a:1"
+) -> dict[Server, Sequence[PrefillView]]:
     server = Server("prefill", url)
     view, stream = PrefillView(server), EventStream()
     stream.take(0, batch(*events), 0.0)
     view.follow(stream, page)
-    return {server: view}
+    return {server: (view,)}
 
 
 NAMES = token_names(range(16), PAGE)
@@ -247,7 +249,7 @@ TOLD = {
         stored(SALTED[0], medium="DISK"),
     ),
     **telling(8, CLEARED, url="http://b:1"),
-    Server("prefill", "http://c:1"): PrefillView(Server("prefill", "http://c:1")),
+    Server("prefill", "http://c:1"): (PrefillView(Server("prefill", "http://c:1")),),
 }
 NOTHING = {"longest_matched": 0, "DP": {"0": 0}, "GPU": 0, "CPU": 0, "DISK": 0}
 AT_A = {"longest_matched": 16, "DP": {"0": 16}, "GPU": 12, "CPU": 0, "DISK": 0, "EXTERNAL": 4}
@@ -291,13 +293,21 @@ def test_other_routers_may_name_pages_as_events_do(name: str) -> None:
 # --- over sockets ---
 
 
+def bound(one: zmq.asyncio.Socket, port: int) -> int:
+    if port == 0:
+        return one.bind_to_random_port("tcp://127.0.0.1")
+    one.bind(f"tcp://127.0.0.1:{port}")
+    return port
+
+
 class Publisher:
     """As SGLang's: publishes, and repeats what it is asked for."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, port: int = 0, replay_port: int = 0) -> None:
+        """0: any port."""
         self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        self.port = self._out.bind_to_random_port("tcp://127.0.0.1")
-        self.replay_port = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self.port = bound(self._out, port)
+        self.replay_port = bound(self._replay, replay_port)
         self._batches: list[bytes] = []
         self.asked: list[int] = []
 
@@ -415,7 +425,7 @@ async def seen(world: World) -> tuple[str, int]:
 
 async def followed(world: World, at: int) -> EventStream:
     """What the router hears of a prefill server."""
-    view = world.views[world.known(world.prefill[at])]
+    (view,) = world.views[world.known(world.prefill[at])]
     await until(lambda: view.events is not None)
     assert view.events is not None
     return view.events
@@ -444,6 +454,7 @@ def test_a_server_without_events_that_can_be_used_is_known_by_what_it_was_sent(
         async with world:
             await until(lambda: "/server_info" in [path for path, _ in world.prefill[0].others])
             assert (await world.ask(input_ids=[1]))[0] == 200
-            assert world.views[world.known(world.prefill[0])].events is None
+            (view,) = world.views[world.known(world.prefill[0])]
+            assert view.events is None
 
     run(job())

@@ -675,7 +675,7 @@ def test_an_attempt_that_cannot_begin_leaves_nothing_in_a_servers_queue(
                 async with world.client.post(f"{world.url}/generate", json={}) as response:
                     assert response.status == 500
             await world.idle()
-            (view,) = world.views.values()
+            ((view,),) = world.views.values()
             assert view.queue_s(0.0) == 0.0
 
     run(job())

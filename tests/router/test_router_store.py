@@ -246,7 +246,7 @@ def test_a_router_with_a_store_tells_of_it(
             told = {"output_ids": [1], "meta_info": {"prompt_tokens": 160, "cached_tokens": 64}}
             world.prefill[0].answer = answers(told)
             world.prefill[0].info = {"page_size": PAGE}
-            (view,) = world.views.values()
+            ((view,),) = world.views.values()
             await until(lambda: source.objects == 4)
             view.page_size = PAGE
             assert (await world.ask(input_ids=PROMPT))[0] == 200

@@ -209,7 +209,7 @@ def test_long_texts_are_made_tokens_of_too(tokens: TextTokens) -> None:
             for prompt in ("short", text):
                 assert (await world.ask(text=prompt))[0] == 200
             await world.idle()
-            (view,) = world.views.values()
+            ((view,),) = world.views.values()
             look = Looker(tokens).look(body(text=text), GENERATE)
             assert view.figures(look, 0.0).hit_tokens == pytest.approx(len(text), abs=17)
 
