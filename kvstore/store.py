@@ -394,6 +394,12 @@ class Store:
             label=self._config.engine.label,
         )
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether this process knows what all owners hold that were there when it last looked, half
+        a second ago at most. One that does not answer is not known."""
+        return self._owners.knows_all
+
     def __len__(self) -> int:
         """Objects that this process knows of, copies counted."""
         return len(self._owners)

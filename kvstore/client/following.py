@@ -183,6 +183,11 @@ class Followed:
                 )
             self.greet()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that it had when it was greeted is in the table."""
+        return self._is_whole
+
     def is_late(self, now_s: float, timeout_s: float) -> bool:
         """Whether an answer is missing that should have come. By ``Following.clock``."""
         return now_s - self._waiting_since_s > timeout_s + 1.0
@@ -339,6 +344,8 @@ class Following:
         #: In which turn each was tried last; 0: never.
         self._turns: dict[tuple[str, Where], int] = {}
         self._turn = 0
+        #: Owners that are said to be there, and have not proved themselves yet.
+        self._unknown: frozenset[str] = frozenset()
         self._looked_s = 0.0
         #: What owners say while this process stands still waits in its sockets: that is no silence.
         #: For the loop's thread.
@@ -359,6 +366,12 @@ class Following:
     def owners(self) -> list[Followed]:
         """All that are known. From any thread."""
         return list(self._by_number.values())
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether it knows what all owners have that were there when it last looked. From any
+        thread."""
+        return not self._unknown and all(one.is_whole for one in self.owners())
 
     def look_soon(self) -> None:
         """Looks for new owners now. From any thread."""
@@ -390,6 +403,7 @@ class Following:
     def _look(self) -> None:
         self._looked_s = self.clock.now_s()
         found = self._endpoints()
+        self._unknown = frozenset(name for name in found if name not in self._owners)
         for name, one in list(self._owners.items()):
             if name not in found and one.silent_s > self._timeout_s:
                 self._forget(one, "it is gone")
@@ -422,6 +436,7 @@ class Following:
     def admit(self, one: Followed) -> bool:
         """An owner has proved itself: it gets a number, if there is one left."""
         del self._trying[one.name, one.where]
+        self._unknown -= {one.name}
         number = self._free_number()
         if number is None:
             logger.warning("owner %s is left out: there are %d already", one.name, OWNERS_MAX - 1)

@@ -298,6 +298,13 @@ class Owners:
             for one in self._following.owners()
         )
 
+    @property
+    def knows_all(self) -> bool:
+        """See ``Pool``."""
+        ranks = self.ranks
+        found = all(ranks[one.number] for one in self._following.owners())
+        return found and self._following.knows_all
+
     def usable(self) -> Sequence[int]:
         """The numbers of the owners that can be used now."""
         found: list[int] = np.flatnonzero(np.frombuffer(self.ranks, np.uint8)).tolist()

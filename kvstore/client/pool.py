@@ -37,6 +37,12 @@ class Pool(Protocol):
         ...
 
     @property
+    def knows_all(self) -> bool:
+        """Whether all owners that are said to be there are known, and can be used: what they hold
+        is found."""
+        ...
+
+    @property
     def table_bytes(self) -> int:
         """Memory of this process for what owners hold."""
         ...

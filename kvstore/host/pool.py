@@ -327,6 +327,11 @@ class HostPool:
         """See ``Pool``. There is nothing to choose from."""
         return [bytes(16)] * len(numbers), [1.0] * len(numbers), [""] * len(numbers)
 
+    @property
+    def knows_all(self) -> bool:
+        """See ``Pool``: the host's owner knows the others."""
+        return self._joined() is not None
+
     def seen(self) -> tuple[OwnerSeen, ...]:
         """The host's owner."""
         if not self._lease.pid:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import ClassVar, Final
 
 import te
+from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, settle
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
 from sglang_mooncake.faces.mooncake_engine.notes import packed, unpacked
@@ -32,6 +33,7 @@ class Transferring:
 
     def __init__(self) -> None:
         self._opened: Opened | None = None
+        self._foreign = Pace()
 
     def _ready(self) -> Opened:
         if self._opened is None:
@@ -155,7 +157,10 @@ class Transferring:
             try:
                 found.append(unpacked(note.data))
             except ValueError as exc:  # UnicodeDecodeError is one.
-                logger.warning("mooncake.engine over te: %s: %s", note.peer.id, exc)
+                left_out = self._foreign.left_out()
+                if left_out is not None:  # A peer may send as many of them as it likes.
+                    more = f" ({left_out} more such lines were left out)" if left_out else ""
+                    logger.warning("mooncake.engine over te: %s: %s%s", note.peer.id, exc, more)
         return found
 
     def transfer_submit_write(

@@ -28,7 +28,6 @@ PORTS: Final = (12300, 14300)
 of a process's name."""
 
 SETTLE_TIMEOUT_S: Final = 2.0
-QUIET_S: Final = 0.3
 POLL_S: Final = 0.01
 
 
@@ -84,13 +83,14 @@ class Opened:
 
 def _settle(store: Store) -> None:
     """Waits until this process knows what others have: who has set up Mooncake's store finds at
-    once what is there. Without others there is nothing to be told by, so it waits for `QUIET_S`."""
+    once what is there. For an owner that does not answer it waits no longer than for any answer."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-    seen, since_s = store.status().owners, time.monotonic()
-    while time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
-        now = store.status().owners
-        if now != seen or not all(one.usable for one in now):
-            seen, since_s = now, time.monotonic()
-        elif time.monotonic() - since_s >= QUIET_S:
+    while not store.knows_all:
+        if time.monotonic() >= deadline_s:
+            logger.warning(
+                "mooncake.store over kvstore: not all processes that lend memory have answered"
+                " within %g s; what they hold is found once they do",
+                SETTLE_TIMEOUT_S,
+            )
             return
+        time.sleep(POLL_S)

@@ -215,7 +215,7 @@ def test_notes_that_are_no_messages_are_told_and_left_out(pair, caplog) -> None:
         peer.send_note(note)
     peer.send_note(packed(TransferNotify("n", "m")))
     assert messages(pair.target, 1) == [TransferNotify("n", "m")]
-    assert caplog.text.count("mooncake.engine over te: ") == 3
+    assert caplog.text.count("mooncake.engine over te: ") == 1, "a peer can send thousands of them"
 
 
 @given(st.text(), st.text())

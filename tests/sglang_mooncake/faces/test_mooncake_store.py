@@ -9,15 +9,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import pytest
-from handover import until
 
 import te
+from kvstore.client.following import Followed
 from kvstore.config import Config
 from kvstore.store import Store
 from sglang_mooncake.faces.mooncake_store import Options, install
@@ -34,9 +36,8 @@ MEMORY, BUFFER = 16 << 20, 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """A store is set up without a pause, and no deadline passes on a busy machine."""
+    """No deadline passes on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened_module, "QUIET_S", 0.0)
         patch.setattr(opened_module, "SETTLE_TIMEOUT_S", NEVER_S)
         patch.setattr(objects_module, "TIMEOUT_S", NEVER_S)
         yield
@@ -52,13 +53,6 @@ def store_of(directory: Path, **more: object) -> MooncakeDistributedStore:
 
     name = MooncakeDistributedStore.__name__
     return type(name, (MooncakeDistributedStore,), {"options": Options(open_store)})()
-
-
-def knows_the_lender(store: MooncakeDistributedStore) -> None:
-    """Waits for what `setup` waits `QUIET_S` for."""
-    opened = store._opened
-    assert opened is not None
-    until(lambda: any(one.usable for one in opened.store.status().owners), "it knows the lender")
 
 
 @pytest.fixture(scope="module")
@@ -326,16 +320,52 @@ def test_who_names_another_master_or_tenant_shares_nothing(store, directory) -> 
         if "master_server_addr" in given:
             del base["master_server_address"]
         assert other.setup(base | given) == 0
-        knows_the_lender(other)
         assert (other.is_exist("k"), other.get("k")) == (exists, value)
         assert other.get_hostname() == "o:7"
         assert other.close() == 0
 
 
+def test_setup_waits_for_what_others_have(lender, directory, monkeypatch) -> None:
+    """And for nothing else, however long they take to answer."""
+    held, go_on = threading.Event(), threading.Event()
+    hello = Followed._on_hello
+
+    def late(one: Followed, answer: object) -> None:
+        held.set()
+        go_on.wait()
+        hello(one, answer)
+
+    lender.put("k", b"theirs")
+    monkeypatch.setattr(Followed, "_on_hello", late)
+    store = store_of(directory)
+    given = ("o", "s", 0, BUFFER, "tcp", "", "m:1")
+    with ThreadPoolExecutor() as threads:
+        result = threads.submit(store.setup, *given)
+        try:
+            assert held.wait(60)
+            assert not result.done()
+        finally:
+            go_on.set()
+        assert result.result() == 0
+    assert store.get("k") == b"theirs"
+    store.close()
+    lender.remove("k")
+
+
+def test_one_that_does_not_answer_holds_setup_up_for_a_while(
+    lender, directory, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(opened_module, "SETTLE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(Followed, "_on_hello", lambda one, answer: None)
+    store = store_of(directory)
+    assert store.setup("o", "s", 0, BUFFER, "tcp", "", "m:1") == 0
+    assert "not all processes that lend memory have answered within 0.01 s" in caplog.text
+    store.close()
+
+
 def test_one_that_lends_nothing_uses_what_others_lend(store, directory) -> None:
     dummy = store_of(directory)
     assert dummy.setup_dummy(1 << 30, BUFFER, "m:1") == 0
-    knows_the_lender(dummy)
     assert dummy.put("k", b"theirs") == 0
     assert dummy.is_exist("k") == 1
     assert store.remove("k") == 0
@@ -354,7 +384,6 @@ def test_without_a_buffer_bytes_of_python_are_refused(directory, store, caplog) 
     other = store_of(directory)
     # With an engine, as SGLang gives its own for "rdma".
     assert other.setup("h", "P2PHANDSHAKE", 0, 0, "rdma", "", "m:1", object()) == 0
-    knows_the_lender(other)
     store.put("k", b"v")
     assert (other.put("x", b"v"), other.get("k"), other.is_exist("x")) == (-600, b"", 0)
     assert "do not fit into the 0 of setup's local_buffer_size" in caplog.text
