@@ -15,6 +15,7 @@ import pytest
 from cpu_serving.model import make_model
 from cpu_serving.ports import HOST
 from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.severed import sever
 from cpu_serving.traffic import Answer, Request, compare, make_requests
 from cpu_serving.vllm_proxy import Proxy, ask_decode, ask_prefill
 from cpu_serving.vllm_servers import (
@@ -57,9 +58,10 @@ class Servers:
 
 
 def environment(fleet: Fleet) -> dict[str, str]:
-    """As `sglang-mooncake run` makes it."""
+    """As `sglang-mooncake run` makes it; over TCP, whose connections can be severed."""
     return {
         **environment_for({}),
+        "SGLANG_MOONCAKE_TRANSPORTS": "tcp",
         "SGLANG_MOONCAKE_STALL_TIMEOUT_S": f"{STALL_S:g}",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(fleet.port()),
@@ -122,6 +124,19 @@ def test_blocks_of_the_prefill_server_are_free_once_they_were_read(servers: Serv
         answered(servers.prefill, [ONE])  # A server without requests says nothing of its blocks.
         assert time.monotonic() < began_s + 20.0
         time.sleep(0.1)
+
+
+def test_severed_connections_are_made_again(servers: Servers) -> None:
+    """By themselves, each time; with NVIDIA's NIXL every later read fails."""
+    with Proxy(servers.prefill.url, servers.decode.url) as proxy:
+        answered(proxy, [ONE])
+        for _ in range(3):
+            assert sever(servers.decode.process.pid, servers.prefill.process.pid)
+            for _ in range(4):
+                reset(servers.decode)
+                before = servers.came()
+                assert servers.right([ONE], answered(proxy, [ONE]))
+                assert servers.came() > before
 
 
 def test_a_prefill_server_that_stands_still_costs_a_computation(servers: Servers) -> None:
