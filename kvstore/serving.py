@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from typing import Any, Final
 
 import te
-from kvstore.config import Config
+from kvstore.config import CHUNK_BYTES_MAX, Config
 from kvstore.host import agreement
 from kvstore.host.hosting import Brought, Hosting
 from kvstore.host.place import Lock, Place
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 LOG_BYTES_MAX: Final = 1 << 20
 """Of each of two files."""
 LABEL: Final = "store of this host"
+TRANSIT_BYTES: Final = 8 * CHUNK_BYTES_MAX
+"""Memory of an owner that lends none, by way of which objects come from other hosts and go to them.
+It takes what it needs of it."""
 _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
 """The number of set_mempolicy(2), for which the C library has no function."""
 _MPOL_DEFAULT: Final = 0
@@ -69,14 +72,19 @@ def serve(
             stays_s = math.inf if linger_s is None else linger_s
             if brought is not None:
                 config = agreement.wished(config, brought.was)
+            lends = config.memory > 0
+            used = replace(config, owner="rank")
+            if not lends:
+                used = replace(used, memory=TRANSIT_BYTES, chunk_bytes=CHUNK_BYTES_MAX)
             with contextlib.ExitStack() as stack:
                 memory = None
                 if config.file is None and is_started:
-                    memory = _memory(config, brought)
+                    memory = _memory(used, brought)
                     stack.callback(memory.close)
-                store = stack.enter_context(Store(replace(config, owner="rank"), memory))
+                store = stack.enter_context(Store(used, memory, lends=lends))
                 stack.enter_context(store.answering(place.calls))
-                hosting.ready(agreement.wishes(replace(config, linger_s=stays_s)), memory)
+                has = agreement.wishes(replace(config, linger_s=stays_s))
+                hosting.ready(has, memory if lends else None)
                 with started(store):
                     hosting.run()
                 is_left = hosting.users > 0

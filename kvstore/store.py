@@ -67,13 +67,21 @@ class Store:
     Use it as a context manager, or call ``close``.
     """
 
-    def __init__(self, config: Config | None = None, memory: MemoryFile | None = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        memory: MemoryFile | None = None,
+        *,
+        lends: bool = True,
+    ) -> None:
         """Starts the engine, lends memory if ``Config.memory`` says so, or has the host's owner
         lend it (``Config.owner``), and looks for others.
 
         Args:
             config: without it, that of a process that lends nothing.
             memory: to be lent; without it, new one. ``Config.memory`` must fit.
+            lends: without it, other hosts are not told of the memory: what they have comes to this
+                one by way of it, and what is put here goes to them.
 
         Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, an index
         that cannot be used, or a host's owner that is another one than the settings want;
@@ -87,13 +95,14 @@ class Store:
         self._bytes_got = self._bytes_put = 0
         self.load_times: Final = LoadTimes()
         self._lease: Lease | None = None
+        self._lends = lends
         with contextlib.ExitStack() as undo:
-            if self._config.owner == "host" and self._config.memory:
+            if self._config.owner == "host":
                 of_host = self._of_host(undo)
                 self._owners: Pool = of_host
                 self._managing: Managing = HostManaging(of_host)
             else:
-                self._owners = self._of_its_own(undo, memory)
+                self._owners = self._of_its_own(undo, memory, lends)
                 self._managing = Managing(self._owners)
             memory_used = self._memory
             self._rooms = HeaderRooms(lambda: memory_used.engine)
@@ -111,7 +120,9 @@ class Store:
             self._putting = Puts(self._owners, self._memory, self._config.copies, copier)
             self._undo = undo.pop_all()
 
-    def _of_its_own(self, undo: contextlib.ExitStack, memory: MemoryFile | None) -> Owners:
+    def _of_its_own(
+        self, undo: contextlib.ExitStack, memory: MemoryFile | None, lends: bool
+    ) -> Owners:
         """This process's part of the store, which lends memory, or none, and knows the others."""
         members, host = join(self._config)
         undo.callback(members.close)
@@ -119,7 +130,9 @@ class Store:
         engine = undo.enter_context(te.Engine(settings))
         engine.add_answers({QUESTION: lambda _: self.status()})
         self._memory = Memory(lambda: engine)
-        owners = Owners(self._memory.engine, self._config, members, self.load_times, memory)
+        owners = Owners(
+            self._memory.engine, self._config, members, self.load_times, memory, lends=lends
+        )
         undo.callback(owners.close)
         if owners.own is not None:
             self._memory.know(owners.own.region, owners.own.buffer)
@@ -160,8 +173,11 @@ class Store:
         own, pool = self._owners.own, self._owners
         assert own is not None, "who lends nothing has no users"
         assert isinstance(pool, Owners), "it uses another one itself"
-        answers = PoolAnswers(own, pool, self._memory, self.gets, self._copier, self._config.memory)
-        return contextlib.closing(Answerer(own, path, answers, [pool.table.fd]))
+        used = self._config.memory
+        answers = PoolAnswers(
+            own, pool, self._memory, self.gets, self._copier, used, lends=self._lends
+        )
+        return contextlib.closing(Answerer(own, path, answers, [pool.table.fd], answers.take))
 
     def __enter__(self) -> Self:
         return self
@@ -381,7 +397,7 @@ class Store:
         return StoreStatus(
             pid=os.getpid(),
             process=process_name(),
-            memory=self._config.memory,
+            memory=self._config.memory if self._lends else 0,
             own=None if own is None else own.stats(),
             owners=self._owners.seen(),
             gets=dict(self._gets),

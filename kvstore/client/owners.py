@@ -94,14 +94,18 @@ class Owners:
         members: Membership,
         load_times: LoadTimes,
         memory: MemoryFile | None = None,
+        *,
+        lends: bool = True,
     ) -> None:
         """Lends memory if ``Config.memory`` says so, and looks for others among the members.
-        ``memory``: see ``Owner``. ``OSError`` if there is not enough memory."""
+        ``memory``: see ``Owner``. ``lends``: without it nobody is told of the memory, which holds
+        for a while what others have. ``OSError`` if there is not enough memory."""
         self._engine = engine
         self._load_times = load_times
         self._config = config
         self.table: Final = Table()
         self.own: Owner | None = None
+        self._lends = lends
         self._lock = threading.Lock()
         #: Other owners that answer.
         self._heard: set[int] = set()
@@ -116,18 +120,13 @@ class Owners:
             sockets = Sockets(members.control_keys, _ports(config.engine))
             undo.callback(sockets.close)
             if config.memory:
-                self.own = Owner(engine, config, memory)
+                self.own = Owner(engine, config, memory, populates=lends)
                 undo.callback(self.own.close)
                 self.own.listeners.append(self._apply_own)
                 self._apply_own()  # What its file has.
                 self._connections.make(OWN)
-                service = Service(self.own, sockets, members.listen_at(engine.id))
-                undo.callback(service.close)
-                near = members.near_at(engine.id)
-                if near is not None:
-                    undo.callback(Answerer(self.own, near, partial(answer, self.own)).close)
-                self._endpoint = service.endpoint
-                members.announce(engine.id, service.endpoint)
+                if lends:
+                    self._lend(self.own, sockets, members, undo)
 
             def others() -> Mapping[str, Collection[Where]]:
                 found = dict(members.endpoints())
@@ -146,6 +145,18 @@ class Owners:
             self._following.start()
             undo.callback(self._following.close)
             self._undo = undo.pop_all()
+
+    def _lend(
+        self, own: Owner, sockets: Sockets, members: Membership, undo: contextlib.ExitStack
+    ) -> None:
+        """Answers others from now on, and tells them where."""
+        service = Service(own, sockets, members.listen_at(self._engine.id))
+        undo.callback(service.close)
+        near = members.near_at(self._engine.id)
+        if near is not None:
+            undo.callback(Answerer(own, near, partial(answer, own)).close)
+        self._endpoint = service.endpoint
+        members.announce(self._engine.id, service.endpoint)
 
     def close(self) -> None:
         """Ends all of it; what this process has lent is gone."""
@@ -174,6 +185,11 @@ class Owners:
     def ranks_for(self, nbytes: int) -> bytes:  # noqa: ARG002
         """See ``Pool``: all can be."""
         return self.ranks
+
+    @property
+    def ranks_of_puts(self) -> bytes:
+        """See ``Pool``."""
+        return self.ranks_without(() if self._lends else (OWN,))
 
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """``ranks``, without some owners."""
@@ -218,6 +234,8 @@ class Owners:
     def _on_tick(self) -> None:
         """In the loop's thread."""
         self._connections.tick()
+        if self.own is not None and not self._lends:  # Else its service does.
+            self.own.tick()
         while self._touched:
             self._touch(*self._touched.popleft())
 
@@ -309,6 +327,10 @@ class Owners:
         """The numbers of the owners that can be used now."""
         found: list[int] = np.flatnonzero(np.frombuffer(self.ranks, np.uint8)).tolist()
         return found
+
+    def storing(self) -> Sequence[int]:
+        """See ``Pool``."""
+        return [one for one in self.usable() if self._lends or one != OWN]
 
     def look_soon(self) -> None:
         """A new one is there: has it looked for now."""

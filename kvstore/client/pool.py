@@ -56,6 +56,12 @@ class Pool(Protocol):
         """``ranks``, without owners of which objects of this size cannot be read here."""
         ...
 
+    @property
+    def ranks_of_puts(self) -> bytes:
+        """``ranks``, without an owner whose objects do not count as stored: it lends nothing, and
+        they come from others."""
+        ...
+
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """``ranks``, without some owners."""
         ...
@@ -96,7 +102,11 @@ class Pool(Protocol):
         ...
 
     def usable(self) -> Sequence[int]:
-        """The numbers of the owners that objects are stored at."""
+        """The numbers of the owners that can be asked."""
+        ...
+
+    def storing(self) -> Sequence[int]:
+        """Those of them that objects are stored at."""
         ...
 
     def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:

@@ -36,7 +36,8 @@ class Puts:
     def put(self, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline) -> list[Put]:
         """See ``Store.put``."""
         outcomes = [Put.UNREACHABLE] * len(keys)
-        places = self._owners.look_up(keys, fingerprint_of(signature, source.object_bytes))
+        fingerprint = fingerprint_of(signature, source.object_bytes)
+        places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_puts)
         missing = self._copies - places["copies"].astype(np.intp)
         for row in np.flatnonzero(missing <= 0).tolist():
             outcomes[row] = Put.EXISTS
@@ -56,7 +57,7 @@ class Puts:
 
     def _chosen(self, keys: Keys) -> Iterator[tuple[int, npt.NDArray[np.intp], int]]:
         """Where the copies of objects go: which copy it is, their rows, an owner's number."""
-        numbers = self._owners.usable()
+        numbers = self._owners.storing()
         if len(numbers) == 1:
             yield 0, np.arange(len(keys), dtype=np.intp), numbers[0]
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -20,16 +21,17 @@ from kvstore.owner.claims import Grant
 from kvstore.protocol.asking import NoAnswer
 from kvstore.rules.object_table import Verdict
 
-__all__ = ["put_at_once", "put_group"]
+__all__ = ["OUTCOMES", "put_at_once", "put_group"]
 
 logger = logging.getLogger(__name__)
 
-_OUTCOMES = {
+OUTCOMES: Final = {
     Verdict.EXISTS: Put.EXISTS,
     Verdict.BEING_STORED: Put.BEING_STORED,
     Verdict.NO_SPACE: Put.NO_SPACE,
     Verdict.TOO_LARGE: Put.TOO_LARGE,
 }
+"""Of objects that no slot was granted for."""
 
 
 def put_group(
@@ -71,7 +73,7 @@ def _put_granted(
         except te.BoundsError:
             handle.abandon(grant.claim_id)
             raise
-    return [_OUTCOMES.get(one, outcome) for one in verdicts]
+    return [OUTCOMES.get(one, outcome) for one in verdicts]
 
 
 def put_at_once(
@@ -88,7 +90,7 @@ def put_at_once(
         return None
     if verdicts == [Verdict.GRANTED] * len(keys):
         return [Put.STORED] * len(keys)
-    return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
+    return [OUTCOMES.get(one, Put.STORED) for one in verdicts]
 
 
 def _write(

@@ -51,7 +51,9 @@ def wished(config: Config, was: Mapping[str, Any]) -> Config:
 
 def differences(mine: Mapping[str, Any], has: Mapping[str, Any]) -> str:
     """What an owner has otherwise than a process wants it, as a part of a sentence; empty if all is
-    the same."""
+    the same, or the process wants no memory."""
+    if not mine.get("memory"):
+        return ""
     other = [name for name in WISHES if mine.get(name) != has.get(name)]
     if has.get("linger_s") == math.inf:  # An operator's is nothing to wonder about.
         other = [name for name in other if name != "linger_s"]

@@ -5,15 +5,21 @@ is."""
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
 from kvstore.client.gets import Gets
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.pool import Pool
+from kvstore.client.writing import OUTCOMES
 from kvstore.host.bringing import Bringing
 from kvstore.host.copies import Copies
 from kvstore.objects.copying import Copier
-from kvstore.objects.outcomes import Removed
-from kvstore.owner.answers import answer, keys_of, promoted
+from kvstore.objects.outcomes import Put, Removed
+from kvstore.owner.answers import answer, keys_of, promoted, published, stored
+from kvstore.owner.claims import CLAIM_IS_OVER
 from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
     Answer,
@@ -22,19 +28,31 @@ from kvstore.protocol.messages import (
     Discard,
     Done,
     Gone,
+    Greet,
+    Hello,
     Pin,
     Pins,
     Promote,
+    Publish,
+    Published,
     Question,
     Refused,
     Remove,
     Sizes,
     SizesOf,
+    Stored,
+    Take,
     Touch,
     Unpin,
 )
+from kvstore.rules.object_table import Verdict
 
 __all__ = ["PoolAnswers"]
+
+_VERDICTS: Final = {one: verdict for verdict, one in OUTCOMES.items()} | {
+    Put.STORED: Verdict.GRANTED
+}
+_NOT_STORED: Final = "not all objects could be stored at other hosts"
 
 
 class PoolAnswers:
@@ -48,9 +66,13 @@ class PoolAnswers:
         gets: Gets,
         copier: Copier,
         memory_bytes: int,
+        *,
+        lends: bool,
     ) -> None:
-        """``memory_bytes``: of the owner."""
+        """``memory_bytes``: of the owner. ``lends``: else what is put is stored at others, by way
+        of this memory."""
         self._owner = owner
+        self._lends = lends
         self._managing = Managing(pool)
         self._copies = Copies(owner, pool, memory, copier)
         self._bringing = Bringing(owner, pool, gets, memory_bytes)
@@ -91,8 +113,45 @@ class PoolAnswers:
             case Unpin(keys, signature):
                 self._managing.unpin(keys_of(keys), signature)
                 return Done()
+            case Greet() if not self._lends:
+                hello = answer(self._owner, question)
+                if isinstance(hello, Hello):
+                    return msgspec.structs.replace(hello, lends=False)
+                return hello
+            case Publish(claim_id) if not self._lends:
+                return self._published(claim_id, question)
             case Copy(keys, signature, nbytes, copies):
                 self._copies.copy(keys_of(keys), signature, nbytes, copies)
                 return Done()
             case _:
                 return answer(self._owner, question)
+
+    def take(self, question: Take, address: int) -> Answer:
+        """Stores objects that lie one behind the other in this process's memory. ``ValueError``."""
+        keys, signature, nbytes = keys_of(question.keys), question.signature, question.nbytes
+        taken = stored(self._owner, question.keys, signature, nbytes, address)
+        if self._lends:
+            return taken
+        self._owner.tell()
+        found = self._copies.copy(keys, signature, nbytes, 1)
+        verdicts = list[str]()
+        for said, one in zip(taken.verdicts, found, strict=True):
+            is_here = said in (Verdict.GRANTED.value, Verdict.EXISTS.value)
+            if is_here and one not in _VERDICTS:
+                return Refused(_NOT_STORED)
+            verdicts.append(_VERDICTS[one].value if is_here else said)
+        return Stored(verdicts, taken.placed)
+
+    def _published(self, claim_id: int, question: Publish) -> Answer:
+        """Of memory that the client's processor cannot read."""
+        held = self._owner.begin_publishing(claim_id)
+        if held is None:
+            return Published(CLAIM_IS_OVER)
+        held.wait()
+        answer, claim = published(self._owner, held, question), held.claim
+        if not answer.why_not:
+            keys = keys_of(b"".join(claim.keys))
+            found = self._copies.copy(keys, claim.signature, claim.nbytes, 1)
+            if not _VERDICTS.keys() >= set(found):
+                return Published(_NOT_STORED)
+        return answer

@@ -15,6 +15,7 @@ from kvstore.client.pool import Pool
 from kvstore.client.puts import Puts
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import Copier
+from kvstore.objects.outcomes import Put
 from kvstore.objects.pieces import Pieces
 from kvstore.owner.owner import Owner
 
@@ -33,13 +34,15 @@ class Copies:
         self._memory = memory
         self._copier = copier
 
-    def copy(self, keys: Keys, signature: bytes, nbytes: int, copies: int) -> None:
+    def copy(self, keys: Keys, signature: bytes, nbytes: int, copies: int) -> list[Put]:
         """Has so many owners in all have those of the objects that lie in this host's memory; waits
-        for it. What is removed meanwhile is not copied, or was copied before."""
+        for it. What is removed meanwhile is not copied, or was copied before. One outcome for each
+        key: ``FAILED`` for those that did not lie there whole."""
+        outcomes = [Put.FAILED] * len(keys)
         until = Deadline(self._pool.request_timeout_s)
-        here = keys[self._owner.holds(keys, signature, nbytes)]
+        here = np.flatnonzero(self._owner.holds(keys, signature, nbytes))
         if not len(here):  # Also of a size that no object can have.
-            return
+            return outcomes
         step = min(max(ROOM_BYTES // nbytes, 1), len(here))
         puts = Puts(self._pool, self._memory, copies, self._copier)
         buffer = te.allocate(step * nbytes)
@@ -51,7 +54,10 @@ class Copies:
             room = Pieces.whole(starts, nbytes)
             for first in range(0, len(here), step):
                 some = here[first : first + step]
-                rows = self._owner.bring(some, signature, room.between(0, len(some)))
-                puts.put(some[rows], signature, room.of(rows), until)
+                rows = self._owner.bring(keys[some], signature, room.between(0, len(some)))
+                found = puts.put(keys[some[rows]], signature, room.of(rows), until)
+                for row, one in zip(some[rows].tolist(), found, strict=True):
+                    outcomes[row] = one
         finally:
             self._memory.deregister(region)
+        return outcomes

@@ -64,7 +64,7 @@ class Hosting:
         self._strange = RateLimitedLog(logger)
         self._has: dict[str, Any] | None = None
         self._memory: MemoryFile | None = None
-        self._is_ending = self._is_closed = False
+        self._is_ending = self._is_closed = self._gives_way = False
         #: Those who have asked before the owner was ready.
         self._waiting: dict[socket.socket, Join] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -121,8 +121,9 @@ class Hosting:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 with contextlib.suppress(OSError):
-                    if self._is_service and key.fileobj is not self._listener:
-                        key.fileobj.send(encode(Farewell()))
+                    is_told = self._is_service or self._gives_way
+                    if is_told and key.fileobj is not self._listener:
+                        key.fileobj.send(encode(Farewell(self._gives_way)))
                 key.fileobj.close()
         self._selector.close()
         os.close(self._wake_fd)
@@ -201,6 +202,10 @@ class Hosting:
         why = agreement.refusal(self._pool, join.pool)
         if join.version != VERSION:
             why = f"it is of another release (version {VERSION} of the store's messages)"
+        if not (why or self._has.get("memory", 1)) and join.wishes.get("memory"):
+            # It starts one that lends, which all others use then.
+            self._gives_way = self._is_ending = True
+            return
         fds = [] if self._memory is None or why else [self._memory.readable_fd]
         name = "" if self._memory is None else self._memory.name
         answer = Joined(os.getpid(), self._has, name, self._is_service)

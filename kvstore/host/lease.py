@@ -45,6 +45,8 @@ JOIN_TIMEOUT_S: Final = 30.0
 """A process waits so long at its start until the owner is ready: it may have to look through much
 memory, or the last owner may have to write much to a disk."""
 CLOSE_TIMEOUT_S: Final = 10.0
+GIVEN_WAY_S: Final = 10.0
+"""So long a process starts no owner behind one that has given way to another."""
 REMINDER_S: Final = 0.1
 """So long behind the first reminder the thread does what it is reminded of."""
 
@@ -89,6 +91,8 @@ class Lease:
         self._is_service = False
         self._is_closing = False
         self._said = ""
+        #: When this process may start one, by the monotonic clock.
+        self._start_s = 0.0
         self._unable = RateLimitedLog(logger)
         #: Of the owner that was joined last; 0: none yet.
         self.pid = 0
@@ -167,7 +171,8 @@ class Lease:
                 self._starting = None
                 if why:
                     raise Refusal(why)
-        if self._starting is None and not self._is_service:
+        may_start = not self._is_service and time.monotonic() >= self._start_s
+        if self._starting is None and may_start:
             try:
                 self._start()
             except OSError as exc:  # Such as too many open files.
@@ -286,7 +291,10 @@ class Lease:
         with contextlib.suppress(OSError):
             raw = line.recv(BYTES_MAX)
         with contextlib.suppress(ValueError):
-            if raw and isinstance(decode(raw), Farewell):
+            farewell = decode(raw) if raw else None
+            if isinstance(farewell, Farewell) and farewell.gives_way:
+                self._start_s = time.monotonic() + GIVEN_WAY_S
+            elif isinstance(farewell, Farewell):
                 self._is_service = True
                 logger.info("the owner of this host's store was ended")
         line.close()

@@ -52,7 +52,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The owner ends because its operator wants it to."""
+    """The owner ends because its operator wants it to, and starts the next one; or because somebody
+    has come who wants memory on this host, and it has none to lend."""
+
+    gives_way: bool = False
 
 
 Message = Join | Joined | Refused | Farewell

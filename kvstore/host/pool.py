@@ -189,6 +189,13 @@ class HostPool:
             return ranks
         return bytes(map(min, ranks, OWN_ALONE))
 
+    @property
+    def ranks_of_puts(self) -> bytes:
+        """See ``Pool``."""
+        link = self._link
+        lends = link is None or link.caller.hello.lends
+        return self.ranks_without(() if lends else (OWN,))
+
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """See ``Pool``."""
         ranks = bytearray(self.ranks)
@@ -311,6 +318,8 @@ class HostPool:
     def usable(self) -> Sequence[int]:
         """See ``Pool``: objects are stored at the host's owner, and it stores copies elsewhere."""
         return [] if self._joined() is None else [OWN]
+
+    storing = usable
 
     def copy(
         self, keys: Keys, signature: bytes, nbytes: int, copies: int, deadline: Deadline

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -62,6 +63,7 @@ class Answerer:
         path: Path,
         answer: Callable[[Question], Answer | None],
         shared: Sequence[int] = (),
+        take: Callable[[Take, int], Answer] | None = None,
     ) -> None:
         """Listens; ``OSError`` if it cannot.
 
@@ -71,9 +73,11 @@ class Answerer:
             answer: to all questions but ``Take``. Is called in many threads. None: to a question
                 that is not answered.
             shared: descriptors that clients get before that of the memory.
+            take: to ``Take``, with the address of the tray; without it, the owner takes them.
         """
         self._owner = owner
         self._answer = answer
+        self._take = partial(_taken, owner) if take is None else take
         self._shared = list(shared)
         self._path = path
         self._lock = threading.Lock()
@@ -198,7 +202,7 @@ class Answerer:
             if tray.nbytes < TRAY_BYTES:
                 raise ValueError(f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES} are needed")
             client: Reached | str | None = None
-            if self._shared and greet.tray_address:
+            if self._shared and reply.lends and greet.tray_address:
                 client = reached(line, fds[0], tray, greet.tray_address)
         finally:
             for one in fds:
@@ -229,8 +233,10 @@ class Answerer:
                 f"{count} objects of {question.nbytes} bytes do not fit a tray of {room}"
             )
         try:
-            return question, stored(
-                self._owner, question.keys, question.signature, question.nbytes, tray.address
-            )
+            return question, self._take(question, tray.address)
         except ValueError as exc:
             return None, Refused(str(exc))
+
+
+def _taken(owner: Owner, question: Take, address: int) -> Answer:
+    return stored(owner, question.keys, question.signature, question.nbytes, address)

@@ -84,8 +84,11 @@ class Owner:
         config: Config,
         memory: MemoryFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        populates: bool = True,
     ) -> None:
         """Allocates the memory and registers it: peers may read all of it, and write under tags.
+        ``populates``: its pages are there before anybody needs them.
         What a former owner has left behind in ``Config.file``, or in the memory that is given, is
         there again. Raises what ``check_room`` and ``SlabFile`` raise."""
         self._engine = engine
@@ -120,7 +123,7 @@ class Owner:
             start = np.frombuffer(self._buffer, np.uint8).ctypes.data
             self._slots_address = start + slab.slots_offset
             self._populating: Populating | None = None
-            if self._file is None:  # Whose blocks are there.
+            if self._file is None and populates:  # A file's blocks are there.
                 self._populating = Populating(start, slab.nbytes)
                 undo.callback(self._populating.close)
             self._copier = Copier()

@@ -253,6 +253,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     number: Number
     #: Whether the owner can read the memory of who asks.
     reads: bool = False
+    #: Whether objects are stored in its memory. Else it stores them at others, and has for a while
+    #: what was put and got.
+    lends: bool = True
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True, tag=2):

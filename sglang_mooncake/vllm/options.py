@@ -48,5 +48,6 @@ class Options:
 
     @property
     def asking(self) -> Config:
-        """For the scheduler's process, which looks up alone: it lends nothing."""
-        return self.store.lending_nothing
+        """For the scheduler's process, which looks up alone: it lends nothing, and has the same
+        owner of the host."""
+        return self.store if self.store.owner == "host" else self.store.lending_nothing

@@ -14,8 +14,18 @@ from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 from kvstore.host.answers import PoolAnswers
 from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.outcomes import Got, Put, Removed
+from kvstore.owner.claims import CLAIM_IS_OVER
 from kvstore.owner.owner import Owner
-from kvstore.protocol.messages import Copy, Done, InMemory, Promote
+from kvstore.protocol.messages import (
+    Copy,
+    Done,
+    Greet,
+    InMemory,
+    Promote,
+    Publish,
+    Published,
+    Refused,
+)
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import PromotionState
 from kvstore.store import Store
@@ -44,8 +54,9 @@ def owner_of(store: Store) -> Owner:
 
 
 def answers_of(store: Store) -> PoolAnswers:
-    pool, memory = store._owners, store._config.memory
-    return PoolAnswers(owner_of(store), pool, store._memory, store.gets, store._copier, memory)
+    pool, memory, own = store._owners, store._config.memory, owner_of(store)
+    parts = (own, pool, store._memory, store.gets, store._copier, memory)
+    return PoolAnswers(*parts, lends=store._lends)
 
 
 def copy_to_two(store: Store) -> None:
@@ -158,3 +169,11 @@ def _promoted(store: Store, names: Keys = KEYS) -> set[PromotionState]:
     answer = answers_of(store)(Promote(names.tobytes(), SIG, NBYTES, 60_000))
     assert isinstance(answer, InMemory)
     return set(map(PromotionState, answer.states))
+
+
+def test_a_claim_that_is_over_at_an_owner_that_lends_nothing_is_not_published(
+    directory: Path,
+) -> None:
+    with Store(config(directory, 8 * MIB), lends=False) as store:
+        assert answers_of(store)(Publish(1)) == Published(CLAIM_IS_OVER)
+        assert isinstance(answers_of(store)(Greet(0)), Refused)

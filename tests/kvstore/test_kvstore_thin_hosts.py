@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin clients of several hosts, beside processes that lend nothing, and with objects that their
-host has no room for. A host is here a directory with an owner of its own."""
+"""Thin clients of several hosts, beside others that lend nothing, and with objects that their host
+has no room for. A host is here a directory with an owner of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from store_etcd import INDEXES, EtcdServer, index_server
-from store_host import end_all, shared
+from store_host import end_all, pid_of, shared
 from store_makers import SIG, Room, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 from store_redis import RedisServer, at_index
@@ -104,35 +104,16 @@ def test_copies_lie_on_both_hosts(hosts: Hosts) -> None:
 # -- who lends nothing
 
 
-def test_who_lends_nothing_uses_a_host_s_owner_as_any_other(directory: Path) -> None:
+def test_who_lends_nothing_uses_the_host_s_owner(directory: Path) -> None:
     try:
         with Store(shared(directory)) as host, Store(shared(directory, 0)) as guest:
-            room = filled(guest)
-            until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is known")
+            assert pid_of(guest) == pid_of(host)
+            assert guest.put(KEYS, SIG, filled(guest).pieces) == [Put.STORED] * N
             assert has(host)
             assert has(guest)
             assert guest.pin(KEYS[:2], SIG, 60.0) == [Pinned.PINNED] * 2
             assert guest.remove(KEYS[:2], SIG) == [Removed.REMOVED] * 2
             assert not host.exists(KEYS[:2], SIG, NBYTES).any()
-            names = keys(N, 7)
-            assert host.put(names, SIG, filled(host, seed=7).pieces) == [Put.STORED] * N
-            until(lambda: guest.exists(names, SIG, NBYTES).all(), "it is told")
-            assert has(guest, names, seed=7)
-            assert host.clear(SIG) == 2 * N - 2
-            until(lambda: not guest.known(names).any())
-    finally:
-        end_all(directory)
-
-
-def test_who_lends_nothing_starts_no_owner_and_sees_one_that_comes_later(directory: Path) -> None:
-    try:
-        with Store(shared(directory, 0)) as guest:
-            assert guest._lease is None
-            assert guest.put(KEYS, SIG, filled(guest).pieces) == [Put.UNREACHABLE] * N
-            with Store(shared(directory)) as host:
-                put_all(host)
-                sees(guest)
-                assert has(guest)
     finally:
         end_all(directory)
 
