@@ -134,6 +134,25 @@ def test_the_routers_own_function_learns_and_chooses() -> None:
     assert got == simulate(trace, replace(ONE, instances=2, routing="router")), "the same seed"
 
 
+@pytest.mark.parametrize(
+    ("gap_s", "copies"), [(2 * BLOCK_S, 1), (0.8 * BLOCK_S, 2), (0.2 * BLOCK_S, 4)]
+)
+def test_a_hot_beginning_is_copied_where_waiting_for_it_costs_more(
+    gap_s: float, copies: int
+) -> None:
+    """A prompt takes one block where its beginning of ten is cached, and eleven elsewhere."""
+    earlier = [prompt(12 * BLOCK_S * k, *[1000 + k, 2000 + k][: 1 + k % 2]) for k in range(40)]
+    begin_s = 12 * BLOCK_S * 40
+    hot = [prompt(begin_s + gap_s * k, *range(10), 100 + k) for k in range(60)]
+    trace, four = [*earlier, *hot], Cluster(4, 1000, routing="router", rates=RATES)
+    got, one = simulate(trace, four), simulate(trace, replace(four, instances=1))
+    computed = got.tokens - got.cached_tokens
+    least = sum(each.input_length for each in earlier) + 60 * BLOCK_TOKENS
+    assert (computed - least) / (10 * BLOCK_TOKENS) == pytest.approx(copies, abs=0.1)
+    if copies > 1:
+        assert sum(got.ttft_s[40:]) < 0.5 * sum(one.ttft_s[40:])
+
+
 @settings(max_examples=60)
 @given(prompts, clusters)
 def test_whatever_comes(trace: list[Request], cluster: Cluster) -> None:
