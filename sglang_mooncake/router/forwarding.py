@@ -42,6 +42,7 @@ from sglang_mooncake.router.sglang_http import (
     event_json,
     events_in,
     for_pair,
+    is_one,
     is_single,
     told_in,
     wants_input_logprobs,
@@ -55,6 +56,9 @@ DECODE_SAYS_S: Final = 1.0
 #: The prefill server's answer ends with the hand-over; it may be read a little later.
 PREFILL_ENDS_S: Final = 5.0
 ABORT_S: Final = 2.0
+#: What part of a stream's time its client may be waited for, if the stream is to say how far apart
+#: the server's tokens come.
+CLIENT_PART_MAX: Final = 0.1
 LONG_BYTES: Final = 1 << 20
 #: A first event is smaller than this, or passed on without a look.
 FIRST_EVENT_BYTES_MAX: Final = 1 << 20
@@ -85,6 +89,9 @@ class Course(msgspec.Struct):
     on_prefill: Callable[[Told | None], None]
     #: Seconds from the begin until the first bytes of the decode server's answer had come.
     first_s: float | None = None
+    #: Of a stream: times between its events, and how long they were in all.
+    gaps: int = 0
+    gaps_s: float = 0.0
     #: Why the answer has ended in the middle. The client has been told, as far as it can be.
     stopped: str | None = None
     #: Whether it was the decode server that stopped.
@@ -297,7 +304,8 @@ class _Attempt:
     async def _pass_on(
         self, begun: _Begun, prefill: asyncio.Task[_Prefilled]
     ) -> web.StreamResponse:
-        self._course.first_s = self._forwarder.clock() - self._begun_s
+        first_s = self._forwarder.clock()
+        self._course.first_s = first_s - self._begun_s
         prefilled = (await prefill).answer if self._merges else b""
         upstream = begun.response
         answer = web.StreamResponse(status=upstream.status)
@@ -313,17 +321,28 @@ class _Attempt:
             parts = with_prefilled(parts, prefilled, streams=self._streams)
         elif self._streams:
             parts = whole_lines(parts)
+        events, client_s = 0, 0.0
         try:
             async for part in parts:
-                self._waits_for_client = True
+                self._waits_for_client, since_s = True, self._forwarder.clock()
                 await answer.write(part)
                 self._waits_for_client, self._last = False, part
+                client_s += self._forwarder.clock() - since_s
+                events += part.count(b"\n\n")
         except aiohttp.ClientPayloadError as error:
             self._course.is_broken = True
             why = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
             event = error_event(HTTPStatus.BAD_GATEWAY, why) if self._streams else None
             await self._stop(answer, why, event)
+        self._measure(events, self._forwarder.clock() - first_s, client_s)
         return answer
+
+    def _measure(self, events: int, took_s: float, client_s: float) -> None:
+        """How far apart the events came of a stream that took so long, and for which the client was
+        waited for so long in sum. One that reads slowly says nothing of the server."""
+        if self._streams and is_one(self._ask.body) and client_s < CLIENT_PART_MAX * took_s:
+            self._course.gaps = max(0, events - 2)  # The end comes with the last token.
+            self._course.gaps_s = took_s
 
     async def _too_long(self, answer: web.StreamResponse) -> web.StreamResponse:
         self._abort_at(self._pair.decode)

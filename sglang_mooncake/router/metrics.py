@@ -82,6 +82,13 @@ METRICS: Final = (
         "Those of them that the prefill server had in a cache.",
     ),
     Metric(
+        "stream_gaps_total",
+        "counter",
+        _OF_SERVER,
+        "Times between events of the streams of a decode server, which have a token each mostly.",
+    ),
+    Metric("stream_gap_seconds_total", "counter", _OF_SERVER, "How long they were in all."),
+    Metric(
         "expected_cached_tokens_total",
         "counter",
         _OF_SERVER,
@@ -223,6 +230,10 @@ def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> It
         },
         "cached_tokens_total": {
             (s.role, s.url): s.counts.cached_tokens for s in servers.of("prefill")
+        },
+        "stream_gaps_total": {(s.role, s.url): s.counts.gaps for s in servers.of("decode")},
+        "stream_gap_seconds_total": {
+            (s.role, s.url): s.counts.gaps_s for s in servers.of("decode")
         },
         "choices_total": {(reason,): counts.choices[reason] for reason in REASONS},
         "expected_cached_tokens_total": of_views(lambda view: view.counts.expected_hits),

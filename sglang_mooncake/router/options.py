@@ -95,6 +95,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int | None
     #: A request whose first token is expected later is refused; None: none is.
     ttft_max_s: float | None
+    #: A request whose tokens are expected further apart is refused; None: none is.
+    tbt_max_s: float | None
     max_body_bytes: int
     retries: int
     api_key: str | None
@@ -237,6 +239,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "answered with status 429 (cache_aware alone; all are taken)",
     )
     add(
+        "--max-tbt-secs",
+        type=_SECONDS,
+        metavar="S",
+        help="requests are answered with status 429 while tokens (TBT) of every decode server are "
+        "expected further apart (all are taken)",
+    )
+    add(
         "--max-payload-size",
         type=_COUNT,
         default=512 << 20,
@@ -284,6 +293,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
         if parsed.max_concurrent_requests in (None, -1)
         else parsed.max_concurrent_requests,
         ttft_max_s=parsed.max_ttft_secs,
+        tbt_max_s=parsed.max_tbt_secs,
         max_body_bytes=parsed.max_payload_size,
         retries=0 if parsed.disable_retries else 1,
         api_key=parsed.api_key,

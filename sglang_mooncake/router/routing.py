@@ -20,7 +20,7 @@ from bootstrap_server.admission.refusals import Pace
 from bootstrap_server.decoding import excerpt
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.failing import Failed
-from sglang_mooncake.router.fit import Kin
+from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
 from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Looker, Tokens
@@ -71,6 +71,9 @@ class Routing:
         self._kin = Kin()
         #: Of each prefill server's DP ranks.
         self._views: dict[Server, tuple[PrefillView, ...]] = {}
+        #: Of decode servers: how far apart tokens come, by how many requests it has.
+        self._paces: dict[Server, WorkFit] = {}
+        self._pace_of_all = Kin()
         self.servers_changed()
         self._looker = Looker(tokens)
         policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
@@ -123,7 +126,8 @@ class Routing:
             if isinstance(chosen, str):
                 break
             if isinstance(chosen, _Late):
-                return self._too_late(chosen), "refused"
+                status = HTTPStatus.TOO_MANY_REQUESTS
+                return error_response(status, chosen.sentence, chosen.retry_after_s), "refused"
             self._counts.retries += failed is not None
             course = Course(partial(self._prefilled, chosen))
             try:
@@ -142,13 +146,6 @@ class Routing:
         if failed is None:
             return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(chosen)), "failed"
         return _failure(failed), "failed"
-
-    def _too_late(self, late: _Late) -> web.Response:
-        sentence = (
-            f"the first token is expected {late.by_s:.2g} s after the limit of"
-            f" {self._options.ttft_max_s:g} s (--max-ttft-secs), because of those before it"
-        )
-        return error_response(HTTPStatus.TOO_MANY_REQUESTS, sentence, math.ceil(late.by_s))
 
     async def _attempt(
         self, ask: Ask, chosen: _Chosen, request: web.Request, course: Course
@@ -169,6 +166,7 @@ class Routing:
         """From an attempt that was answered."""
         if course.stopped is None:
             pair.decode.served()
+            self._learn_pace(pair.decode, course)
         else:
             self._say(course.stopped)
             if course.is_broken:
@@ -177,6 +175,14 @@ class Routing:
         if course.first_s is not None:
             self._counts.firsts += 1
             self._counts.first_s += course.first_s
+
+    def _learn_pace(self, server: Server, course: Course) -> None:
+        if not course.gaps:
+            return
+        server.counts.gaps += course.gaps
+        server.counts.gaps_s += course.gaps_s
+        if server in self._paces:  # It may have left meanwhile.
+            self._paces[server].learn(1 + server.under_way, course.gaps_s / course.gaps)
 
     def _note(self, failed: Failed) -> None:
         """An attempt has failed."""
@@ -227,7 +233,13 @@ class Routing:
         for role in ROLES:
             if not usable[role]:
                 return self._servers.nobody(role)
-        decode = self._choosers["decode"].choose(usable["decode"])
+        in_time = self._in_time(usable["decode"])
+        if not in_time and not avoided:
+            return _Late(
+                "tokens of every decode server are expected further apart than the limit of"
+                f" {self._options.tbt_max_s:g} s (--max-tbt-secs)"
+            )
+        decode = self._choosers["decode"].choose(in_time or usable["decode"])
         if look is None:
             prefill = self._choosers["prefill"].choose(usable["prefill"])
             return _Chosen(Pair(prefill, decode))
@@ -236,7 +248,11 @@ class Routing:
         choice = place(look, views, now_s, self._random)
         late_by_s = choice.late_by_s(self._options.ttft_max_s)
         if late_by_s > 0.0 and not avoided:
-            return _Late(late_by_s)
+            return _Late(
+                f"the first token is expected {late_by_s:.2g} s after the limit of"
+                f" {self._options.ttft_max_s:g} s (--max-ttft-secs), because of those before it",
+                math.ceil(late_by_s),
+            )
         self._counts.choices[choice.reason] += 1
         placed = choice.view.send(look, choice.figures, now_s)
         return _Chosen(Pair(choice.view.server, decode), placed)
@@ -256,6 +272,18 @@ class Routing:
         if told.cached_tokens is not None:
             server.counts.prompt_tokens += told.prompt_tokens
             server.counts.cached_tokens += told.cached_tokens
+
+    def _in_time(self, servers: Sequence[Server]) -> Sequence[Server]:
+        """Those decode servers whose tokens are expected within the limit with one request more.
+        One that has none is asked in any case: else it would never be seen to be faster."""
+        limit_s = self._options.tbt_max_s
+        if limit_s is None:
+            return servers
+        return [
+            one
+            for one in servers
+            if not one.under_way or self._paces[one].work_s(one.under_way + 1) <= limit_s
+        ]
 
     def _ranks(self, server: Server, named: int | None) -> Sequence[PrefillView]:
         """Those of its DP ranks that may be chosen."""
@@ -279,6 +307,8 @@ class Routing:
         there = self._servers.of("prefill")
         for gone in self._views.keys() - set(there):
             del self._views[gone]
+        decode = self._servers.of("decode")
+        self._paces = {one: self._paces.get(one) or WorkFit(self._pace_of_all) for one in decode}
         for server in there:
             if server not in self._views:
                 self._views[server] = (PrefillView(server, self._pool, self._kin),)
@@ -303,9 +333,10 @@ class _Chosen(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """The request is not to be served: its first token is expected so long after the limit."""
+    """The request is not to be served, since it would not be in time."""
 
-    by_s: float
+    sentence: str
+    retry_after_s: int = RETRY_AFTER_S
 
 
 async def whole(request: web.Request) -> bytes:

@@ -32,6 +32,9 @@ class Counts(msgspec.Struct):
     #: Tokens of prompts that it has told of, and how many of them it had in a cache.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Times between events of streams, and how long they were in all.
+    gaps: int = 0
+    gaps_s: float = 0.0
 
 
 class Server:

@@ -30,6 +30,7 @@ __all__ = [
     "given",
     "index_of",
     "is_batch",
+    "is_one",
     "is_single",
     "member",
     "rank_of",
@@ -178,7 +179,12 @@ def is_single(body: Mapping[str, msgspec.Raw]) -> bool:
     SGLang aborts all requests whose names begin with the one that it is told; so the router may ask
     for that where the name is its own.
     """
-    if given(body, "rid") or any(is_batch(body, name) for name in _PROMPTS):
+    return not given(body, "rid") and is_one(body)
+
+
+def is_one(body: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether it asks for one answer to one prompt."""
+    if any(is_batch(body, name) for name in _PROMPTS):
         return False
     counts = [_number(body, "n")]
     if given(body, "sampling_params"):

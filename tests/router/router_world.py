@@ -228,6 +228,7 @@ def options(**more: Any) -> Options:
         "health_failures": 3,
         "max_requests": None,
         "ttft_max_s": None,
+        "tbt_max_s": None,
         "max_body_bytes": 1 << 18,
         "retries": 1,
         "api_key": None,
