@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-# What a calling thread does itself, to save waking a worker up: that costs more than a small write.
+# What a calling thread does: it puts commands on the list of a link's owner. If the owner's turn is free it
+# carries them out itself, and may wait for an answer itself: waking a worker up costs more than a small
+# write. It never waits for a lock: where somebody has the turn, the worker does it.
 
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u64
-from te.core.worker cimport Polled, Spin
+from te.core.worker cimport Spin
 
 cdef enum:
-    INLINE_BYTES = 64 << 10  # of a transfer that a calling thread sends, and waits for, itself
+    INLINE_BYTES = 64 << 10  # of a transfer that is sent at once, and that a calling thread waits for itself
 
-# Sends what was submitted, in so many calls at most, unless all connections are busy.
-cdef void send_inline(Link *link, int turns) noexcept nogil
-# Wakes as many connections as the transfer has work for.
+# The owner is to begin the transfer, of which it gets a reference. Once.
+cdef void submit(Transfer *t) noexcept nogil
+# The owner is to end it, as `Transfer.cancel` is set; and of a read nothing lands any more.
+cdef void call_off(Transfer *t) noexcept nogil
+# Waits for the outcome in the calling thread, which is awake already, for as long as the answer may come there.
+cdef void await_answer(Transfer *t, Spin *spin, u64 until_ns) noexcept nogil
+
+# In the owner's turn: sends what was submitted by a connection that the owner has, in so many calls at most;
+# or, if they are all busy, gives connections a turn as `kick_some` does.
+cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil
+# In the owner's turn: gives as many connections a turn as the transfer has work for.
 cdef void kick_some(Link *link, u64 nbytes) noexcept nogil
-# Waits for the answer in the calling thread, which is awake already: waking up the connection's
-# worker, and that one the caller, costs more than a small write. `may_wait`: for the connection's
-# lock, which its worker may hold for milliseconds; without that what is returned, unless it is NULL,
-# has still to be given back by `drive_end`, which waits.
-cdef Polled *drive(Transfer *t, Spin *spin, u64 until_ns, bint may_wait) noexcept nogil
-cdef void drive_end(Polled *via) noexcept nogil

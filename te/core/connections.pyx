@@ -32,25 +32,31 @@ cdef bint is_held_back(Connection *c) noexcept nogil:
 
 cdef void set_interest(Connection *c) noexcept nogil:
     cdef u32 wanted = 0
-    if not c.driven and not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES and (
-        not is_held_back(c)
-    ):
+    if not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES and not is_held_back(c):
         wanted = EPOLLIN
     if c.out_left:
         wanted |= EPOLLOUT
-    if wanted == c.interest:
-        return
-    store32(&c.interest, wanted)
-    if not c.channel.ops.is_in_memory:
-        watch(c, wanted)
+    if wanted != c.interest:
+        store32(&c.interest, wanted)
+    watch(c, EPOLLIN if c.channel.ops.is_in_memory else wanted)
 
 
 cdef void watch(Connection *c, u32 wanted) noexcept nogil:
-    polled_watch(&c.polled, c.channel.fd, wanted)
+    if wanted != c.watched:
+        c.watched = wanted
+        polled_watch(&c.polled, c.channel.fd, wanted)
+
+
+cdef void hush(Connection *c) noexcept nogil:
+    store32(&c.interest, c.interest & ~<u32>EPOLLIN)
+    if c.channel.ops.is_in_memory:
+        channel_disarm(c.channel)
+    else:
+        watch(c, c.interest)
 
 
 cdef bint connection_arm(Connection *c) noexcept nogil:
-    return channel_arm(c.channel, load32(&c.interest)) and not c.gone
+    return channel_arm(c.channel, load32(&c.interest)) and not load32(&c.gone)
 
 
 # -- its worker
@@ -58,7 +64,6 @@ cdef bint connection_arm(Connection *c) noexcept nogil:
 cdef void retire(Connection *c) noexcept nogil:
     """Closes the connection of a dying link; the last of them fails what is unfinished."""
     cdef Link *link = c.link
-    cdef u32 left
     if load32(&c.is_away):
         # The peer may have closed it, which epoll would tell again and again.
         polled_unwatch(&c.polled, c.channel.fd)
@@ -66,14 +71,10 @@ cdef void retire(Connection *c) noexcept nogil:
     if c.protocol.leave != NULL and not c.protocol.leave(c):
         store32(&c.polled.kicked, 1)  # Again after a nap (`on_arm`): a device may hang for long.
         return
-    c.gone = True
+    store32(&c.gone, 1)
     polled_unwatch(&c.polled, c.channel.fd)
     channel_close(c.channel)
-    pthread_mutex_lock(&link.lock)
-    link.connections_alive -= 1
-    left = link.connections_alive
-    pthread_mutex_unlock(&link.lock)
-    if left == 0:
+    if add32(&link.connections_alive, -1) == 0:
         link_close(link)
     add64(
         &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, -1)
@@ -90,7 +91,7 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
             break
         if is_held_back(c):
             return WAITING
-        if c.driven:  # A caller sleeps until the answer comes: it must not find it taken.
+        if i and has_commands(c.polled.worker):  # What calling threads want comes before more bytes.
             break
         state = c.protocol.receive(c, False)
         if state != MOVED:
@@ -108,10 +109,8 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     cdef u64 before
     cdef bint busy = False, again
     cdef Moved state
-    pthread_mutex_lock(&c.lock)
     c.channel.is_patient = is_patient
-    c.is_workers = True
-    if not c.gone:
+    if not load32(&c.gone):
         if c.protocol.settle != NULL:
             c.protocol.settle(c)
         if rung and c.channel.ops.rung != NULL:
@@ -128,13 +127,12 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
             polled_again(&c.polled)
         if load32(&c.link.dead):
             retire(c)
-            busy = c.gone
+            busy = load32(&c.gone) != 0
         else:
             set_interest(c)
             # The next word of how far copies are comes in a millisecond: too long to spin for.
             busy = load64(&c.link.progress_ns) != before and not c.is_bulk
-    c.channel.is_patient = c.is_workers = False
-    pthread_mutex_unlock(&c.lock)
+    c.channel.is_patient = False
     return busy
 
 
@@ -148,26 +146,26 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef bint busy = False
     if slept:
         channel_disarm(c.channel)
-    if c.gone:
+    if load32(&c.gone):
         return False
     if swap32(&p.kicked, 0) or channel_moved(c.channel, load32(&c.interest)):
         busy = connection_turn(c, False, is_patient)
         if has_left(me):
             return False
     p.worker.owes |= channel_owes(c.channel, False)
-    if c.protocol.turn != NULL and not c.gone:
+    if c.protocol.turn != NULL and not load32(&c.gone):
         c.protocol.turn(c)
     return busy
 
 
 cdef bint on_look(Polled *p) noexcept nogil:
     cdef Connection *c = <Connection *>p
-    return not c.gone and channel_moved(c.channel, load32(&c.interest))
+    return not load32(&c.gone) and channel_moved(c.channel, load32(&c.interest))
 
 
 cdef bint on_arm(Polled *p) noexcept nogil:
     cdef Connection *c = <Connection *>p
-    if load32(&c.link.dead) and not c.gone:
+    if load32(&c.link.dead) and not load32(&c.gone):
         if not load32(&c.is_away):
             p.worker.naps = True
         return False
@@ -183,7 +181,6 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     cdef Link *link = c.link
     cdef u64 limit = link.plane.stall_ns
     cdef bint stalled
-    pthread_mutex_lock(&c.lock)
     pthread_mutex_lock(&link.lock)
     stalled = now > limit and is_stalled(link, now - limit)
     pthread_mutex_unlock(&link.lock)
@@ -191,9 +188,10 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     if not link.ops.check(link, stalled and c.suspect) and stalled and c.suspect:
         link_die(link, STALLED, 0, NULL)
     c.suspect = stalled
-    if c.is_held_up:  # Nobody tells it if it could go on since the engine has less to wait for.
+    # Nobody tells it if it could go on since the engine has less to wait for, nor if a calling thread that looks
+    # for an answer in its place has not come to that for long.
+    if c.is_held_up or not load32(&c.interest) & EPOLLIN:
         polled_again(p)
-    pthread_mutex_unlock(&c.lock)
     return stalled
 
 
@@ -222,7 +220,6 @@ POLLED_OPS.release = on_release
 
 cdef void connection_free(Connection *c) noexcept nogil:
     c.channel.ops.free(c.channel)
-    pthread_mutex_destroy(&c.lock)
     free(c.own)
     free(c.body)
     free(c.queued)
@@ -232,40 +229,64 @@ cdef void connection_free(Connection *c) noexcept nogil:
 
 cdef void connections_free(Link *link) noexcept nogil:
     cdef u32 i
-    for i in range(link.connections_n):
+    for i in range(load32(&link.connections_n)):
         connection_free(<Connection *>link.connections[i])
-    link.connections_n = 0
+    store32(&link.connections_n, 0)
+
+
+cdef bint join(Link *link, u32 n) noexcept nogil:
+    """One connection more is alive; False if all that there were have gone."""
+    cdef u32 alive = load32(&link.connections_alive)
+    while alive or n == 0:
+        if swap_if(&link.connections_alive, alive, alive + 1) == alive:
+            return True
+        alive = load32(&link.connections_alive)
+    return False
+
+
+cdef void part(Link *link, u32 n) noexcept nogil:
+    """One that has joined could not be used."""
+    if add32(&link.connections_alive, -1) == 0 and n:
+        link_close(link)
+    add32(&link.refs, -1)
 
 
 cdef int connection_add(
     Link *link, const Protocol *protocol, Worker *w, Channel *channel, size_t own_nbytes
 ) noexcept nogil:
-    cdef Connection *c = <Connection *>need(sizeof(Connection))
+    cdef Connection *c
+    cdef u32 n = load32(&link.connections_n)
     cdef int errnum
-    pthread_mutex_init(&c.lock, NULL)
+    if not join(link, n):
+        channel.ops.free(channel)
+        return EPIPE
+    c = <Connection *>need(sizeof(Connection))
     c.polled.ops = &POLLED_OPS
     c.polled.is_in_memory = channel.ops.is_in_memory
     c.protocol = protocol
     c.link = link
     c.own = need(own_nbytes + 1)
     c.body = <uint8_t *>need(body_bytes_max(protocol.over, link.is_incoming) + 1)
-    c.interest = EPOLLIN
+    c.interest = c.watched = EPOLLIN
     c.channel = channel
     channel.is_taken = True
-    # What the worker's first event finds must be there before.
+    # What the worker's first event finds must be there before. The others of the link find it behind that.
     add32(&link.refs, 1)
-    c.flow = &link.flows[link.connections_n]
-    link.connections[link.connections_n] = &c.polled
-    link.connections_n += 1
-    link.connections_alive += 1
-    errnum = worker_add(w, &c.polled, channel.fd, EPOLLIN)
-    if errnum:
-        link.connections_n -= 1
-        link.connections_alive -= 1
-        add32(&link.refs, -1)
-        channel.is_taken = False
-        connection_free(c)
-        return errnum
+    c.flow = &link.flows[n]
+    link.connections[n] = &c.polled
+    if n == 0:
+        link.owner = w
     add64(
         &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, 1)
+    errnum = worker_add(w, &c.polled, channel.fd, EPOLLIN)
+    if errnum:
+        add64(
+            &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, -1)
+        channel.is_taken = False
+        connection_free(c)
+        part(link, n)
+        return errnum
+    store32(&link.connections_n, n + 1)
+    if load32(&link.dead):
+        polled_kick(&c.polled)  # Those who have ended the link may not have seen it.
     return 0

@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t
 from te.core.channels cimport Channel
 from te.core.link cimport Link
 from te.core.tally cimport Flow
-from te.core.sync cimport pthread_mutex_t, u32, u64
+from te.core.sync cimport store32, u32, u64
 from te.core.wire cimport Header
 from te.core.worker cimport Polled
 
@@ -17,19 +17,18 @@ cdef enum Moved:
     MOVED  # and there may be more
     WAITING  # the kernel has nothing now, or takes nothing
     LOST  # the link dies
-    NOT_MINE  # only the connection's worker may go on
-    TAKEN  # another thread runs the worker: this one touches nothing of it, and has no lock any more
+    TAKEN  # another thread runs the worker: this one touches nothing of it, and has not its turn any more
 
 cdef struct Connection
 
-# What one kind of connection does. All functions are called with the connection's lock held, and without
-# the link's.
+# What one kind of connection does, in the turn of its worker.
 cdef struct Protocol:
     int over  # which links these frames are for: OVER_TCP, ...
     # Whether what moves here keeps the link alive; words about rails, also of dead ones, do not.
     bint moves_payload
     # One step: a call to the kernel, or what follows from a complete item. It may set `is_away`, give up
-    # the connection's lock while it waits for another process, and return TAKEN.
+    # the turn while it waits for another process, and return TAKEN. `answers_only`: by a calling thread, which
+    # leaves all else to the worker, and kicks the connection for it.
     Moved (*receive)(Connection *c, bint answers_only) noexcept nogil
     # Sends what there is, in at most so many calls.
     Moved (*send)(Connection *c, int turns) noexcept nogil
@@ -37,7 +36,7 @@ cdef struct Protocol:
     bint (*has_work)(Connection *c) noexcept nogil
     # A turn of the connection begins: looks what has become of the copies that it has begun.
     void (*settle)(Connection *c) noexcept nogil
-    # Each turn of the worker, without the connection's lock.
+    # Each turn of the worker.
     void (*turn)(Connection *c) noexcept nogil
     # The link has died: lets go of what was being sent. False while a copy still reads for the
     # connection: it is asked again.
@@ -47,14 +46,12 @@ cdef struct Connection:
     Polled polled  # first: a worker's pointer to it is one to this
     const Protocol *protocol
     Link *link
-    pthread_mutex_t lock
     Channel *channel
     u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
-    u32 driven  # by a caller
-    bint gone, suspect
+    u32 watched  # what epoll tells its worker of: less while a calling thread looks itself
+    u32 gone  # atomic
+    bint suspect
     u64 progress_ns
-    bint napping  # a caller waits for the wake-up
-    bint is_workers  # its worker is at it, and no caller
     bint is_held_up  # what is to be received waits for a slot, or for memory of another process
     u32 is_away  # atomic: a thread that is not its worker's copies for it, and gives it a turn after that
     void *own  # the protocol's, of malloc; freed with it
@@ -71,6 +68,12 @@ cdef struct Connection:
     uint8_t *sending
     u64 queued_n, queued_room, sending_room
     u64 out_left  # of what is being sent
+
+cdef inline Moved leave_to_worker(Connection *c) noexcept nogil:
+    """What comes next is no answer."""
+    store32(&c.polled.kicked, 1)
+    return WAITING
+
 
 # Small frames, behind the one under way.
 cdef void queue_frame(Connection *c, Header *h, const void *items, u64 nbytes) noexcept nogil

@@ -76,6 +76,7 @@ cdef Moved on_sending_failed(Connection *c, int errnum) noexcept nogil:
 
 
 cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil:
+    cdef bint is_between
     if n > 0:
         if c.protocol.moves_payload:
             store64(&c.link.progress_ns, now_ns())
@@ -84,10 +85,9 @@ cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil:
     if n < 0:
         return on_sending_failed(c, -n)
     pthread_mutex_lock(&c.link.lock)
-    link_die_locked(
-        c.link, ENDED, 0, b"" if c.lead_have == 0 and c.link.arriving.count == 0
-        else b" in the middle of a transfer")
+    is_between = c.lead_have == 0 and c.link.arriving.count == 0
     pthread_mutex_unlock(&c.link.lock)
+    link_die(c.link, ENDED, 0, b"" if is_between else b" in the middle of a transfer")
     return LOST
 
 
@@ -148,7 +148,7 @@ cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept
             return state
         memcpy(&c.head, c.lead, sizeof(Header))
     if answers_only and c.head.kind != ACK:
-        return NOT_MINE
+        return leave_to_worker(c)
     if not c.has_head:
         if not check_head(c):
             return LOST

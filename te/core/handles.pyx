@@ -7,19 +7,20 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport INLINE_BYTES, drive, drive_end
+from te.core.callers cimport INLINE_BYTES, await_answer, call_off, submit
 from te.core.engine cimport outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.notes cimport lane_put
-from te.core.plane cimport DONE, FAILED, PENDING, Plane
+from te.core.plane cimport PENDING, Plane
+from te.core.posix cimport EPIPE
 from te.core.regions cimport *
 from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
 from te.core.wire cimport Block, RAILS_MAX
-from te.core.worker cimport Polled, Spin, Worker, polled_kick, worker_wake
+from te.core.worker cimport Spin, Worker, polled_kick, worker_wake
 
 import os
 
@@ -29,7 +30,7 @@ cdef enum:
     # meanwhile; below, getting it back beside a busy thread would cost more (5 ms).
     KEEP_LOCK_BLOCKS = 1 << 17
     KEEP_LOCK_NS = 300000
-    DRIVE_NS = 3000000
+    AWAIT_NS = 3000000
     UNREAD_NS = 1200000000
 
 
@@ -45,7 +46,7 @@ cdef struct Scan:
 cdef class LinkHandle:
     def __dealloc__(self):
         if self.k != NULL:
-            if not load32(&self.k.dead) and self.k.connections_n:
+            if not load32(&self.k.dead) and load32(&self.k.connections_n):
                 link_die(self.k, PEER_CLOSED, 0, NULL)
             with nogil:  # What a kind of memory has mapped is unmapped with it, which may take a while.
                 link_drop(self.k)
@@ -61,23 +62,20 @@ cdef class LinkHandle:
         cdef Link *k = self.k
         cdef Plane *p = k.plane
         cdef Worker *w
-        cdef int errnum = 0
-        cdef bint full
-        pthread_mutex_lock(&k.lock)
-        full = k.connections_n == RAILS_MAX or load32(&k.dead) or load32(&p.workers.stop)
-        if not full:
-            if worker < 0:
-                worker = (k.number + k.connections_n) % p.workers.n
-            w = &p.workers.of[worker]
-            errnum = connection_add(k, protocol, w, channel, own_nbytes)
-        pthread_mutex_unlock(&k.lock)
+        cdef int errnum
+        if load32(&k.connections_n) == RAILS_MAX or load32(&k.dead) or load32(&p.workers.stop):
+            channel.ops.free(channel)
+            return False
+        if worker < 0:
+            worker = (k.number + load32(&k.connections_n)) % p.workers.n
+        w = &p.workers.of[worker]
+        errnum = connection_add(k, protocol, w, channel, own_nbytes)
+        if errnum == EPIPE:
+            return False
         if errnum:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
-        if full:
-            channel.ops.free(channel)
-        else:
-            worker_wake(w)
-        return not full
+        worker_wake(w)
+        return True
 
     @property
     def number(self):
@@ -92,18 +90,14 @@ cdef class LinkHandle:
 
     @property
     def rails(self):
-        return self.k.connections_alive
+        return load32(&self.k.connections_alive)
 
     def tally(self):
         cdef Link *k = self.k
-        cdef u32 unfinished
-        pthread_mutex_lock(&k.lock)
-        unfinished = k.unfinished
-        pthread_mutex_unlock(&k.lock)
         return (
             [(load64(&k.flows[i].sent_nbytes), load64(&k.flows[i].received_nbytes))
              for i in range(RAILS_MAX)],
-            outcomes_of(&k.outcomes), unfinished)
+            outcomes_of(&k.outcomes), load32(&k.unfinished))
 
     @property
     def death(self):
@@ -111,7 +105,8 @@ cdef class LinkHandle:
         return self.k.code, self.k.errnum, (<bytes>self.k.text).decode("ascii", "replace")
 
     def die(self, int code):
-        link_die(self.k, code, 0, NULL)
+        with nogil:  # Who dies of something else at the same moment is waited for.
+            link_die(self.k, code, 0, NULL)
 
     def send_note(self, bytes data):
         cdef Link *k = self.k
@@ -203,7 +198,7 @@ cdef object enqueue(
 ):
     cdef Link *k = link.k
     cdef Transfer *t
-    cdef bint is_shared = True, full = False, listed = False
+    cdef bint is_shared = True
     cdef u32 i, held_n = 0
     cdef Region **held = NULL
     if not is_read or k.ops.lands_by_device:
@@ -215,22 +210,11 @@ cdef object enqueue(
     t.submitted_ns = scan.begun_ns
     t.asked = scan.asked
     k.ops.prepare(t, is_shared)
-    pthread_mutex_lock(&k.lock)
-    if load32(&k.dead) or not k.connections_alive:
-        transfer_settle(t, FAILED, LINK_DIED)
-    elif k.unfinished >= unfinished_max:
-        full = True
-    elif is_read and t.n == 0:
-        transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
-    else:
-        transfer_list(t)
-        listed = True
-    pthread_mutex_unlock(&k.lock)
-    if full:
+    if add32(&k.unfinished, 1) > unfinished_max:
+        add32(&k.unfinished, -1)
         transfer_discard(t)
         return None
-    if listed:
-        k.ops.submit(t)
+    submit(t)
     cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
     handle.t = t
     handle.link = link
@@ -276,26 +260,21 @@ cdef class TransferHandle:
             with nogil:
                 done = t.link.ops.unread(t, now_ns() + UNREAD_NS)
         elif is_new:
-            with nogil:  # It waits for the lock of the link.
-                t.link.ops.cancel(t)
+            call_off(t)
         return done
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
         cdef u64 until = now_ns() + <u64>(min(max(timeout_s, 0.0), 1e9) * 1e9), now
         cdef Spin spin
-        cdef Polled *held
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
             # a small write comes in less time than anybody else would be let in.
-            held = drive(t, &t.link.spin, min(until, now_ns() + KEEP_LOCK_NS), False)
-            if held != NULL:
-                with nogil:
-                    drive_end(held)
+            await_answer(t, &t.link.spin, min(until, now_ns() + KEEP_LOCK_NS))
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:
-                drive(t, &spin, min(until, now_ns() + DRIVE_NS), True)
+                await_answer(t, &spin, min(until, now_ns() + AWAIT_NS))
         while load32(&t.status) == PENDING:
             now = now_ns()
             if now >= until:

@@ -3,9 +3,12 @@
 # is te/transports/base.py.
 #
 # A link is all rails between two engines that one side has opened. What is common to all transports
-# is here; each keeps what is its own behind `Link.own` and `Transfer.own`. Locks are taken in this
-# order, never the other way round: a connection's, its link's, then one of the engine's (tags,
-# notices) or a worker's.
+# is here; each keeps what is its own behind `Link.own` and `Transfer.own`.
+#
+# A link has an owner, the worker of its first connection. Who submits or cancels a transfer puts a command on the
+# owner's list, and changes nothing of the link itself (te/core/callers.pxd). The workers of a link's other
+# connections and the owner have the link's lock while they change what they share; a thread that has it takes
+# only locks of the engine (tags, notices, staging) behind it.
 
 from libc.stdint cimport uint8_t
 from te.core.maps cimport Map
@@ -13,11 +16,11 @@ from te.core.notes cimport Lane
 from te.core.notices cimport Bulletin, Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
-from te.core.sync cimport load64, pthread_mutex_t, u32, u64
+from te.core.sync cimport load32, load64, pthread_mutex_t, u32, u64
 from te.core.tags cimport Identity, Opening
 from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
-from te.core.worker cimport Polled, Spin
+from te.core.worker cimport Command, Polled, Spin, Worker
 
 # Why a link died or a transfer failed; te/reasons.py makes the sentences. A transport's own reasons
 # begin with 20.
@@ -58,14 +61,16 @@ cdef struct Ops:
     # The source's side. A new transfer of which nobody else knows; `is_shared`: the peer may map all of
     # the source's memory.
     void (*prepare)(Transfer *t, bint is_shared) noexcept nogil
-    # It is on the link's list: begins it. By the caller's thread, which has no lock but Python's.
+    # It is on the link's list: begins it. In the owner's turn.
     void (*submit)(Transfer *t) noexcept nogil
-    # `Transfer.cancel` is set: ends it as soon as can be.
+    # `Transfer.cancel` is set, and `call_off` was called: ends it as soon as can be. In the owner's turn, under
+    # the link's lock.
     void (*cancel)(Transfer *t) noexcept nogil
-    # A read that was cancelled, or has failed: True once nothing lands for it any more; False if that
-    # is not so at `until_ns`. It can be called again.
+    # A read that was cancelled, or has failed: calls it off, and returns True once nothing lands for it any
+    # more; False if that is not so at `until_ns`. It can be called again. By a calling thread.
     bint (*unread)(Transfer *t, u64 until_ns) noexcept nogil
-    # It has its outcome, and what is its own can go. Under the link's lock.
+    # It has its outcome, or was never submitted, and what is its own can go. Under the link's lock if it was
+    # on the list.
     void (*settled)(Transfer *t) noexcept nogil
 
     # The destination's side. A tag was revoked, and no landing is under way: tells the link's worker to
@@ -105,14 +110,14 @@ cdef struct Transfer:
     Transfer *before
     Transfer *after
     # Atomic.
-    u32 cancel, status, waiters, notify, refs
+    u32 cancel, is_called_off, status, waiters, notify, refs
     u64 submitted_ns, settled_ns
     # When it last moved on, or the one before it was over: the first of a link is judged by it. What
     # moves of others must not keep its memory in use.
     u64 progress_ns
     int code
-    Polled *via  # by which the last frame went; NULL if no caller can wait for the answer there
     Notice notice
+    Command submitting, cancelling  # the owner's to carry out
     void *own  # the transport's
 
 cdef struct Link:
@@ -122,13 +127,15 @@ cdef struct Link:
     u64 number
     bint is_incoming
     Identity peer  # of an incoming link: whom tags may be opened for
-    pthread_mutex_t lock
-    u32 refs, dead  # atomic
+    Worker *owner  # NULL before it has a connection
+    pthread_mutex_t lock  # which a thread may take again
+    u32 refs, dying, dead  # atomic: `dying` before the reason is there, `dead` behind that
     u32 has_ended  # atomic: its connections are gone
     int code, errnum  # why it is dead
     char text[TEXT_MAX]
     Polled *connections[RAILS_MAX]
-    u32 connections_n, connections_alive, turn
+    u32 connections_n, connections_alive  # atomic
+    u32 turn  # the owner's: which connection is next
     Spin spin  # of callers that wait; only they touch it, with the interpreter lock
     Block *spare  # atomic: see `blocks_new`
     u64 progress_ns  # when anything moved: whoever moved it looks again
@@ -138,7 +145,8 @@ cdef struct Link:
     Transfer *issue
     Map by_id
     u64 next_id
-    u32 unfinished, replies, begun
+    u32 unfinished  # atomic: submitted, by callers, and without an outcome
+    u32 replies, begun
     u64 owed  # atomic: blocks that peers have asked for, of replies that are not all sent
     u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
@@ -160,9 +168,8 @@ cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil
 cdef void link_drop(Link *link) noexcept nogil
 # Adds what all links of the engine have counted, by transport. Any thread.
 cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil
-# Has its connections go; their workers close them. The first reason counts.
+# Has its connections go; their workers close them. The first reason counts. Any thread.
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil
-cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil
 # Has Python look at it: it has ended, or its rails have changed.
 cdef void link_tell(Link *link) noexcept nogil
 # Gives all its connections a turn.
@@ -177,9 +184,10 @@ cdef inline bint owes_too_much(Link *link) noexcept nogil:
     return owed != 0 and (owed >= OWED_MAX or load64(&link.plane.owed) >= OWED_ALL_MAX)
 
 
+cdef inline u32 rails_of(Link *link) noexcept nogil:
+    """How many connections it has, one at least: its first one may move before it is counted."""
+    return max(load32(&link.connections_n), <u32>1)
+
+
 cdef inline void violate(Link *link, const char *text) noexcept nogil:
     link_die(link, VIOLATED, 0, text)
-
-
-cdef inline void violate_locked(Link *link, const char *text) noexcept nogil:
-    link_die_locked(link, VIOLATED, 0, text)

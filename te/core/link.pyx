@@ -41,7 +41,7 @@ cdef Ops plain_ops() noexcept:
 
 cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
     cdef Link *link = <Link *>need(sizeof(Link))
-    pthread_mutex_init(&link.lock, NULL)
+    init_recursive(&link.lock)
     p.links += 1
     link.plane = p
     link.ops = ops
@@ -115,12 +115,14 @@ cdef void link_drop(Link *link) noexcept nogil:
 
 cdef void link_kick(Link *link) noexcept nogil:
     cdef u32 i
-    for i in range(link.connections_n):
+    for i in range(load32(&link.connections_n)):
         polled_kick(link.connections[i])
 
 
-cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil:
-    if load32(&link.dead):
+cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil:
+    if swap32(&link.dying, 1):
+        while not load32(&link.dead):  # Somebody else writes the reason.
+            relax()
         return
     link.code = code
     link.errnum = errnum
@@ -128,12 +130,6 @@ cdef void link_die_locked(Link *link, int code, int errnum, const char *text) no
         snprintf(link.text, TEXT_MAX, b"%s", text)
     store32(&link.dead, 1)
     link_kick(link)
-
-
-cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil:
-    pthread_mutex_lock(&link.lock)
-    link_die_locked(link, code, errnum, text)
-    pthread_mutex_unlock(&link.lock)
 
 
 cdef void link_tell(Link *link) noexcept nogil:

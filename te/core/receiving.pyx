@@ -5,7 +5,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset
-from te.core.frames cimport LOST, MOVED, Moved, NOT_MINE, frame_read, queue_answer
+from te.core.frames cimport LOST, MOVED, Moved, frame_read, leave_to_worker, queue_answer
 from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.landing cimport *
@@ -37,11 +37,11 @@ cdef Arriving *begin(Connection *c, u64 last_id) noexcept nogil:
         total = known.total  # What an ABANDON says is how much of it was sent.
     if known == NULL and h.kind != ABANDON and h.transfer <= last_id:
         snprintf(text, TEXT_MAX, b"transfer %llu comes after %llu", <ull>h.transfer, <ull>last_id)
-        violate_locked(c.link, text)
+        violate(c.link, text)
         return NULL
     a = arriving_begin(c.link, h.transfer, h.tag, total, h.flags & FLAG_REPLY, text)
     if a == NULL:
-        violate_locked(c.link, text)
+        violate(c.link, text)
     elif known == NULL and a.refused:
         tell_refused(c, a, text)
     return a
@@ -94,7 +94,7 @@ cdef Arriving *receiving_some(Connection *c) noexcept nogil:
     if a != NULL:
         p.last_id = max(p.last_id, c.head.transfer)
         if not arriving_announce(a, c.head.nbytes, text):
-            violate_locked(c.link, text)
+            violate(c.link, text)
             a = NULL
     pthread_mutex_unlock(&c.link.lock)
     return a
@@ -104,7 +104,7 @@ cdef bint receiving_empty(Connection *c, u64 *last_id) noexcept nogil:
     cdef Arriving *a = NULL
     pthread_mutex_lock(&c.link.lock)
     if arriving_of(c.link, c.head.transfer) != NULL:
-        violate_locked(c.link, b"a transfer without blocks that has begun with some")
+        violate(c.link, b"a transfer without blocks that has begun with some")
     else:
         a = begin(c, last_id[0])
     if a != NULL:
@@ -119,7 +119,7 @@ cdef bint on_abandon(Connection *c) noexcept nogil:
     pthread_mutex_lock(&c.link.lock)
     a = begin(c, payload_of(c).last_id)
     if a != NULL and not arriving_abandon(a, c.head.total):
-        violate_locked(c.link, b"a transfer is given up with fewer bytes than were sent")
+        violate(c.link, b"a transfer is given up with fewer bytes than were sent")
         a = NULL
     if a != NULL and is_whole(a):
         landing_finish(c, a)
@@ -213,7 +213,7 @@ cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
     cdef Moved state
     cdef bint is_whole
     if payload_of(c).stand != AT_HEAD:
-        return NOT_MINE if answers_only else landing_receive(c)
+        return leave_to_worker(c) if answers_only else landing_receive(c)
     state = frame_read(c, answers_only, &is_whole)
     if not is_whole:
         return state

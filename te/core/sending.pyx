@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.callers cimport INLINE_BYTES, kick_some, send_inline
+from te.core.callers cimport INLINE_BYTES, call_off, kick_some, send_now
 from te.core.connections cimport connections_free
 from te.core.frames cimport MOVED, WAITING, queue_frame
 from te.core.heap cimport need
@@ -68,8 +68,9 @@ cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil:
 
 
 cdef void settled(Transfer *t) noexcept nogil:
-    if t.is_read:
-        (<Streams *>t.link.own).reads_asked -= <u32>(<Sending *>t.own).outstanding
+    cdef u32 outstanding = <u32>(<Sending *>t.own).outstanding
+    if outstanding:
+        (<Streams *>t.link.own).reads_asked -= outstanding
 
 
 cdef void say_given_up(Connection *c, Transfer *t) noexcept nogil:
@@ -105,10 +106,8 @@ cdef void stop(Transfer *t) noexcept nogil:
 
 
 cdef void cancel(Transfer *t) noexcept nogil:
-    pthread_mutex_lock(&t.link.lock)
-    if t.is_listed:
-        stop(t)
-    pthread_mutex_unlock(&t.link.lock)
+    t.may_land = False  # `unread` has seen to it.
+    stop(t)
 
 
 cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
@@ -118,11 +117,7 @@ cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
         t.link.plane, NULL, t.opening, until_ns - min(until_ns, now)
     ):
         return False
-    pthread_mutex_lock(&t.link.lock)
-    t.may_land = False
-    if t.is_listed:
-        stop(t)
-    pthread_mutex_unlock(&t.link.lock)
+    call_off(t)
     return True
 
 
@@ -132,7 +127,7 @@ cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
 
 cdef void sending_submit(Transfer *t) noexcept nogil:
     if not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
-        send_inline(t.link, 1)
+        send_now(t.link, 1, t.total)
     else:
         kick_some(t.link, t.total)
 
@@ -207,7 +202,7 @@ cdef Transfer *next_transfer(Connection *c) noexcept nogil:
 
 cdef bint may_send(Link *link, Transfer *t, Sending *s) noexcept nogil:
     """Whether its next frame may go now."""
-    if s.ahead and s.issued >= s.confirmed + s.ahead * link.connections_n * s.segment_bytes:
+    if s.ahead and s.issued >= s.confirmed + s.ahead * rails_of(link) * s.segment_bytes:
         return t.stage == QUEUED
     return not t.is_read or (<Streams *>link.own).reads_asked < READS_ASKED_MAX
 
@@ -226,7 +221,7 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         advance(t, BEGINS)
         # Small transfers of several segments are spread too, but not below 256 KiB a segment.
         s.segment_bytes = min(
-            max(t.total / (4 * link.connections_n), <u64>SHARE_LEAST_BYTES),
+            max(t.total / (4 * rails_of(link)), <u64>SHARE_LEAST_BYTES),
             min(link.plane.segment_bytes, most))
     if t.is_read:
         (<Streams *>link.own).reads_asked += 1
@@ -238,7 +233,6 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         if t.is_reply:  # A peer that takes all and confirms nothing is not to keep more than it must.
             transfer_made(t)
     t.in_flight += 1
-    store_pointer(&t.via, c)
 
 
 cdef inline u64 items_nbytes(Header *h) noexcept nogil:
@@ -300,10 +294,11 @@ cdef void load(Connection *c) noexcept nogil:
     cdef Header *h = &p.frame.head
     cdef Transfer *t
     if plane_stages(c.link.plane):
-        while c.is_workers and prepare_frame(c):
+        # Copies of the memory's kind are begun, and looked at, by the worker's own thread.
+        while not c.polled.worker.is_lent and prepare_frame(c):
             pass
         if p.staged.n:
-            if c.is_workers:
+            if not c.polled.worker.is_lent:
                 load_staged(c)
             return
     pthread_mutex_lock(&c.link.lock)

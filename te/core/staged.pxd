@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Payload of a connection that goes through slots of its worker's staging, as the memory is none that
-# the kernel can touch. By the connection's worker, with its lock held, and without the link's.
+# the kernel can touch. By the connection's worker, without the link's lock.
 
 from te.core.frames cimport Connection
 from te.core.kinds cimport Copy, Kind

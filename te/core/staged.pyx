@@ -214,9 +214,5 @@ cdef void staged_turn(Connection *c) noexcept nogil:
     cdef Staged *s = staged_of(c)
     if s.into.owner == NULL and s.out.owner == NULL:
         return
-    if pthread_mutex_trylock(&c.lock):
-        polled_again(&c.polled)  # A caller uses it just now.
-        return
     if is_copied(&s.into) or (c.out_left == 0 and is_copied(&s.out)):
         polled_again(&c.polled)
-    pthread_mutex_unlock(&c.lock)

@@ -49,6 +49,10 @@ static inline uint32_t swap_if(uint32_t *p, uint32_t old, uint32_t v) {
     __atomic_compare_exchange_n(p, &old, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return old;
 }
+/* Writes v if *p is old; whether it was. */
+static inline int swap_pointer_if(void *p, void *old, void *v) {
+    return __atomic_compare_exchange_n((void **)p, &old, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
 /* Both return the new value. */
 static inline uint32_t add32(uint32_t *p, uint32_t v) {
     return __atomic_add_fetch(p, v, __ATOMIC_SEQ_CST);
@@ -80,6 +84,15 @@ static inline void futex_wait(uint32_t *p, uint32_t v, uint64_t ns) {
 }
 static inline void futex_wake_all(uint32_t *p) {
     syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* A lock that the thread that has it may take again. */
+static inline void init_recursive(pthread_mutex_t *m) {
+    pthread_mutexattr_t a;
+    pthread_mutexattr_init(&a);
+    pthread_mutexattr_settype(&a, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(m, &a);
+    pthread_mutexattr_destroy(&a);
 }
 
 /* A thread of no interpreter, which takes no signals, and which nobody joins; 0 or an errno. */

@@ -17,6 +17,7 @@ cdef extern from "core/sync.h" nogil:
     void note_pointer(void *p, void *v)
     void note64(u64 *p, u64 v)
     void *swap_pointer(void *p, void *v)
+    bint swap_pointer_if(void *p, void *old, void *v)
     u32 swap32(u32 *p, u32 v)
     u32 swap_if(u32 *p, u32 old, u32 v)
     u32 add32(u32 *p, u32 v)
@@ -42,6 +43,9 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t *m)
     int pthread_mutex_trylock(pthread_mutex_t *m)
     int pthread_mutex_unlock(pthread_mutex_t *m)
+
+cdef extern from "core/sync.h" nogil:
+    void init_recursive(pthread_mutex_t *m)
 
 cdef extern from "<time.h>" nogil:
     struct timespec:

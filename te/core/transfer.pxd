@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The life of a transfer at its source: one table says what may follow what, and nobody else writes an
-# outcome. Functions are called under the link's lock, but for those of which something else is said.
+# outcome. Functions are called under the link's lock, by who has the turn of one of its workers, but for those
+# of which something else is said.
 
 from libc.stdint cimport uint8_t
 from te.core.link cimport Link, Transfer
@@ -29,7 +30,8 @@ cdef void transfer_owe(Transfer *t) noexcept nogil
 cdef void transfer_made(Transfer *t) noexcept nogil
 # Puts it behind the others of its link. The list has a reference of its own.
 cdef void transfer_list(Transfer *t) noexcept nogil
-# Of one that was never on the list: its outcome, which is counted; or it goes without any.
+# Of one that was never on the list: its outcome, which is counted; or, before it was submitted, it goes
+# without any, and nobody else has it.
 cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil
 cdef void transfer_discard(Transfer *t) noexcept nogil
 
@@ -38,8 +40,6 @@ cdef void transfer_discard(Transfer *t) noexcept nogil
 cdef Transfer *next_to_issue(Link *link) noexcept nogil
 # Ends one on the list that is cancelled, if it has not begun; False if it has.
 cdef bint end_queued(Transfer *t) noexcept nogil
-# The same of any, whose outcome may be there already. Takes the lock.
-cdef bint cancel_queued(Transfer *t) noexcept nogil
 # Whether it has its outcome by then. Without a lock.
 cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil
 

@@ -126,6 +126,7 @@ cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
         store32(&t.opening.is_open, 0)
     if not t.is_reply:
         tell(t, status, code)
+        add32(&t.link.unfinished, -1)
     store32(&t.status, status)
     if load32(&t.waiters):
         futex_wake_all(&t.status)
@@ -135,9 +136,7 @@ cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
 
 
 cdef void transfer_discard(Transfer *t) noexcept nogil:
-    pthread_mutex_lock(&t.link.lock)
     let_go(t)
-    pthread_mutex_unlock(&t.link.lock)
     transfer_drop(t)
 
 
@@ -156,10 +155,7 @@ cdef void transfer_list(Transfer *t) noexcept nogil:
         link.issue = t
     map_put(&link.by_id, t.id, t)
     t.is_listed = True
-    if t.is_reply:
-        link.replies += 1
-    else:
-        link.unfinished += 1
+    link.replies += t.is_reply
     store64(&t.progress_ns, t.submitted_ns)
 
 
@@ -180,10 +176,7 @@ cdef void transfer_end(Transfer *t, u32 status, int code) noexcept nogil:
     t.is_listed = False
     if t.stage != QUEUED:
         link.begun -= 1
-    if t.is_reply:
-        link.replies -= 1
-    else:
-        link.unfinished -= 1
+    link.replies -= t.is_reply
     transfer_settle(t, status, code)
     if after != NULL:
         store64(&after.progress_ns, t.settled_ns)
@@ -202,13 +195,6 @@ cdef bint end_queued(Transfer *t) noexcept nogil:
         return False
     transfer_end(t, CANCELLED, NO_REASON)
     return True
-
-
-cdef bint cancel_queued(Transfer *t) noexcept nogil:
-    pthread_mutex_lock(&t.link.lock)
-    cdef bint has_ended = not t.is_listed or end_queued(t)
-    pthread_mutex_unlock(&t.link.lock)
-    return has_ended
 
 
 cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil:

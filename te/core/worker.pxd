@@ -5,7 +5,9 @@
 # `Polled`, and says by `PolledOps` what is to be done. All of these are called by the worker alone.
 
 from te.core.sections cimport RUNNERS_MAX, Section, WORKERS_MAX
-from te.core.sync cimport load32, now_ns, pthread_mutex_t, store32, store64, swap_if, u32, u64
+from te.core.sync cimport (
+    load32, load_pointer, now_ns, pthread_mutex_t, store32, store64, swap_if, u32, u64,
+)
 
 cdef enum:
     LOOKS = 24  # at what other processes show in memory, for each turn of spinning
@@ -68,6 +70,16 @@ cdef struct Runner:
     u64 since_ns  # atomic: when it last began to wait
     Section section  # for what it writes while it waits
 
+# Something that a worker is to do in its turn, on the next occasion.
+cdef struct Command:
+    # False if it had to wait for another worker, and was not to: then it is run again. `may_wait`: the
+    # worker itself runs it.
+    bint (*run)(Command *c, bint may_wait) noexcept nogil
+    void *of
+    Command *next
+
+# What a worker polls is changed in its turn alone: by its own thread, or by a calling thread that has
+# found the turn free. So a worker's thread gives it up while it sleeps, or waits for another process.
 cdef struct Worker:
     Workers *all
     u32 index
@@ -77,6 +89,12 @@ cdef struct Worker:
     u32 sleeping, kicked  # atomic
     u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
     Section section
+    pthread_mutex_t turn
+    u32 wanted  # atomic: the worker's own threads that wait for the turn, before any caller
+    bint is_lent  # a calling thread has the turn
+    Command *commands  # atomic: the newest first; ENDED once nobody will run them any more
+    Command *next_command  # of those that were taken off that list, in order
+    Command *last_command
     pthread_mutex_t lock
     Polled *adopted  # under the lock
     Polled *polled
@@ -112,6 +130,15 @@ cdef void worker_work(Worker *w) noexcept nogil
 # Gives it something to poll. 0, or an errno of epoll_ctl(2) for its descriptor (-1: it has none).
 cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil
 cdef void worker_wake(Worker *w) noexcept nogil
+# Its turn: waits for it, by the worker's own threads.
+cdef void worker_take(Worker *w) noexcept nogil
+cdef void worker_give(Worker *w) noexcept nogil
+# The same by a calling thread, which never waits: False if somebody has it. What others have ordered is done
+# first.
+cdef bint worker_borrow(Worker *w) noexcept nogil
+cdef void worker_return(Worker *w) noexcept nogil
+# Has it do something in its next turn. False if it has ended. Any thread.
+cdef bint worker_put(Worker *w, Command *c) noexcept nogil
 # Takes over what it has been given until now; by the worker itself.
 cdef void worker_adopt(Worker *w) noexcept nogil
 # In a turn of something that it polls: that has the next one by then; the same for within a
@@ -144,6 +171,10 @@ cdef inline void runner_wait(Runner *r) noexcept nogil:
 cdef inline bint runner_go_on(Runner *r) noexcept nogil:
     """The wait is over; False if it `has_left`."""
     return swap_if(&r.state, RUNNER_WAITS, RUNNER_RUNS) == RUNNER_WAITS
+
+
+cdef inline bint has_commands(Worker *w) noexcept nogil:
+    return load_pointer(&w.commands) != NULL
 
 
 cdef inline bint may_wait(Workers *all) noexcept nogil:

@@ -57,6 +57,7 @@ cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
         w.spin.most_ns = spin_ns
         w.spin.may_move = True
         pthread_mutex_init(&w.lock, NULL)
+        pthread_mutex_init(&w.turn, NULL)
     for i in range(n):
         w = &all.of[i]
         w.epoll = epoll_create1(EPOLL_CLOEXEC)
@@ -81,6 +82,7 @@ cdef void workers_close(Workers *all) noexcept nogil:
         if all.of[i].eventfd >= 0:
             close(all.of[i].eventfd)
         pthread_mutex_destroy(&all.of[i].lock)
+        pthread_mutex_destroy(&all.of[i].turn)
     pthread_mutex_destroy(&all.lock)
 
 
@@ -128,6 +130,88 @@ cdef void worker_wake(Worker *w) noexcept nogil:
     store32(&w.kicked, 1)
     if load32(&w.sleeping) and swap32(&w.sleeping, 0):
         eventfd_write(w.eventfd, 1)
+
+
+# -- its turn, and what it is told to do in it
+
+cdef Command ENDED
+
+
+cdef void worker_take(Worker *w) noexcept nogil:
+    if pthread_mutex_trylock(&w.turn) == 0:
+        return
+    add32(&w.wanted, 1)
+    pthread_mutex_lock(&w.turn)
+    add32(&w.wanted, -1)
+
+
+cdef void worker_give(Worker *w) noexcept nogil:
+    pthread_mutex_unlock(&w.turn)
+
+
+cdef bint worker_borrow(Worker *w) noexcept nogil:
+    if load32(&w.wanted) or pthread_mutex_trylock(&w.turn):
+        return False
+    w.is_lent = True
+    run_commands(w, False)
+    return True
+
+
+cdef void worker_return(Worker *w) noexcept nogil:
+    cdef bint has_more = w.next_command != NULL
+    w.is_lent = False
+    pthread_mutex_unlock(&w.turn)
+    if has_more:
+        worker_wake(w)
+
+
+cdef bint worker_put(Worker *w, Command *c) noexcept nogil:
+    cdef Command *newest
+    while True:
+        newest = <Command *>load_pointer(&w.commands)
+        if newest == &ENDED:
+            return False
+        c.next = newest
+        if swap_pointer_if(&w.commands, newest, c):
+            return True
+
+
+cdef void take_commands(Worker *w, Command *left) noexcept nogil:
+    """Moves what has come behind what was not run yet, in its order, and leaves something in its place."""
+    cdef Command *c = <Command *>swap_pointer(&w.commands, left)
+    cdef Command *oldest = NULL
+    cdef Command *newest = c
+    cdef Command *next
+    while c != NULL:
+        next = c.next
+        c.next = oldest
+        oldest = c
+        c = next
+    if oldest == NULL:
+        return
+    if w.next_command == NULL:
+        w.next_command = oldest
+    else:
+        w.last_command.next = oldest
+    w.last_command = newest
+
+
+cdef void run_commands(Worker *w, bint may_wait) noexcept nogil:
+    cdef Command *c = <Command *>load_pointer(&w.commands)
+    if c != NULL and c != &ENDED:
+        take_commands(w, NULL)
+    while w.next_command != NULL:
+        c = w.next_command
+        w.next_command = c.next  # It may be gone once it has run.
+        if not c.run(c, may_wait):
+            w.next_command = c
+            return
+
+
+cdef void end_commands(Worker *w) noexcept nogil:
+    """Runs what has come until now. What comes later is run by who orders it."""
+    take_commands(w, &ENDED)
+    run_commands(w, True)
 
 
 # -- spinning
@@ -237,7 +321,7 @@ cdef bint armed(Worker *w) noexcept nogil:
     while p != NULL:
         busy |= p.ops.arm(p)
         p = p.next
-    return not busy and not load32(&w.kicked)
+    return not busy and not load32(&w.kicked) and not has_commands(w)
 
 
 cdef void worker_by(Worker *w, u64 at_ns) noexcept nogil:
@@ -253,7 +337,10 @@ cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nog
     cdef bint busy = False
     w.owes = False
     w.due_ns = <u64>-1
+    run_commands(w, True)
     while p != NULL:
+        # Of small transfers: they are not to wait for all that moves many bytes.
+        run_commands(w, True)
         busy |= p.ops.turn(p, slept, is_patient)
         if has_left(me):
             return False
@@ -286,23 +373,29 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
     cdef Polled *p
     cdef u64 now = now_ns(), active = 0, check_at = 0, until, value
     cdef int i, n, timeout_ms
-    cdef bint busy, slept, stopping, is_patient, waiting = False
+    cdef bint busy, slept, stopping, is_patient, naps, owes, waiting = False
+    worker_take(w)
     while True:
         timeout_ms = 0
+        naps = False
         slept = not may_spin(&w.spin, active, now)
         if slept:
             store32(&w.processor, 0)
             store32(&w.sleeping, 1)
             until = min(check_at, w.due_ns)
             if armed(w) and now < until:
-                if w.naps:
-                    nap(w)
-                else:
+                naps = w.naps
+                if not naps:
                     timeout_ms = <int>((until - now) / 1000000) + 1
-        elif waiting and not looked(w) and not w.owes:
+        owes = w.owes
+        worker_give(w)
+        if naps:
+            nap(w)
+        elif not slept and waiting and not looked(w) and not owes:
             spin_turn(&w.spin, now)
         n = epoll_wait(w.epoll, events, EVENTS_MAX, timeout_ms)
         store32(&w.sleeping, 0)
+        worker_take(w)
         busy = False
         is_patient = now >= w.spin.resume_ns
         for i in range(n):
@@ -325,6 +418,8 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
             worker_adopt(w)  # An event may have ended something before it was taken over.
             sweep(w)
         if stopping and w.polled == NULL:
+            end_commands(w)
+            worker_give(w)
             return
         now = now_ns()
         if busy:

@@ -8,6 +8,7 @@ from libc.stdint cimport uint8_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memmove, strlen
+from te.core.callers cimport call_off
 from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.connections cimport connections_free
 from te.core.engine cimport Engine
@@ -72,11 +73,12 @@ cdef void submit(Transfer *t) noexcept nogil:
 
 
 cdef void cancel(Transfer *t) noexcept nogil:
-    cancel_queued(t)
+    end_queued(t)
 
 
 cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
-    return cancel_queued(t) or transfer_await(t, until_ns)
+    call_off(t)
+    return transfer_await(t, until_ns)
 
 
 # -- the destination's side

@@ -5,7 +5,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport send_inline
+from te.core.callers cimport call_off, send_now
 from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -20,7 +20,7 @@ from te.core.sync cimport *
 from te.core.transfer cimport transfer_await
 from te.core.wire cimport *
 from te.core.worker cimport *
-from te.transports.rdma.balance cimport pace_begin, pace_rate
+from te.transports.rdma.balance cimport pace_begin
 from te.transports.rdma.control cimport *
 from te.transports.rdma.dispatching cimport level_speeds
 from te.transports.rdma.fencing cimport *
@@ -244,12 +244,12 @@ POLLED_OPS.release = on_release
 # -- the contract
 
 cdef void submit(Transfer *t) noexcept nogil:
-    send_inline(t.link, 1)
+    send_now(t.link, 1, 0)
 
 
 cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
     """It ends with its last request; after a while by breaking its rails."""
-    outgoing_cancel(t)
+    call_off(t)
     return transfer_await(t, min(until_ns, now_ns() + UNREAD_NS)) or (
         fencing_drain(t.link, until_ns))
 
@@ -269,7 +269,7 @@ cdef bint gives_up_transfers(Link *link) noexcept nogil:
     if link.first != NULL:
         store64(&link.first.progress_ns, now_ns())
     pthread_mutex_unlock(&link.lock)
-    d.verdict = NO_RAIL  # For `outgoing_turn`: the connection's lock is held here.
+    d.verdict = NO_RAIL  # for `outgoing_turn`
     return True
 
 
@@ -430,11 +430,7 @@ cdef class RdmaLink(LinkHandle):
 
     @property
     def fences(self):
-        cdef u64 fences
-        pthread_mutex_lock(&self.k.lock)
-        fences = direct_of(self.k).fences
-        pthread_mutex_unlock(&self.k.lock)
-        return fences
+        return load64(&direct_of(self.k).fences)
 
     def plan_rails(
         self, list rails, double build_timeout_s, double probe_timeout_s, double backoff_s,
@@ -470,7 +466,8 @@ cdef class RdmaLink(LinkHandle):
         if index >= RAILS_MAX:
             raise ValueError(f"no rail {index}")
         one = &d.refusals[index]
-        pthread_mutex_lock(&d.rails_lock)
+        with nogil:
+            pthread_mutex_lock(&d.rails_lock)
         if not one.is_new or one.epoch <= epoch:
             one.is_new = True
             one.epoch = epoch
@@ -484,12 +481,10 @@ cdef class RdmaLink(LinkHandle):
         cdef Rail rails[RAILS_MAX]
         cdef double rates[RAILS_MAX]
         cdef u32 i, n = d.rails_n
-        pthread_mutex_lock(&self.k.lock)
-        for i in range(n):
-            rates[i] = pace_rate(&d.paces[i])
-        pthread_mutex_unlock(&self.k.lock)
-        pthread_mutex_lock(&d.rails_lock)
+        with nogil:
+            pthread_mutex_lock(&d.rails_lock)
         memcpy(rails, d.rails, n * sizeof(Rail))
+        memcpy(rates, d.rates, n * sizeof(double))
         pthread_mutex_unlock(&d.rails_lock)
         return [
             (rails[i].state, rails[i].epoch, rails[i].way, rails[i].failures, rails[i].downs,

@@ -15,7 +15,7 @@ cdef struct Control:
 # Sends what is queued, in one call; WAITING if that was not all, or nothing.
 cdef Moved control_send(Connection *c) noexcept nogil
 
-# The link's connection, with its lock and the link's.
+# The link's connection, with the link's lock. In the turn of the link's worker.
 cdef Connection *control_lock(Link *link) noexcept nogil
 # Sends at once what was queued meanwhile.
 cdef void control_unlock(Connection *c) noexcept nogil

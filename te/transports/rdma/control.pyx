@@ -36,17 +36,15 @@ cdef Moved control_send(Connection *c) noexcept nogil:
 
 cdef Connection *control_lock(Link *link) noexcept nogil:
     cdef Connection *c = <Connection *>link.connections[0]
-    pthread_mutex_lock(&c.lock)
     pthread_mutex_lock(&link.lock)
     return c
 
 
 cdef void control_unlock(Connection *c) noexcept nogil:
     pthread_mutex_unlock(&c.link.lock)
-    if not c.gone and not load32(&c.link.dead) and (c.queued_n or c.out_left):
+    if not load32(&c.gone) and not load32(&c.link.dead) and (c.queued_n or c.out_left):
         control_send(c)
         set_interest(c)
-    pthread_mutex_unlock(&c.lock)
 
 
 cdef void kick_qps(Link *link) noexcept nogil:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdint cimport uint8_t
+from libc.string cimport memcpy
 from te.core.link cimport *
 from te.core.regions cimport UNUSED
 from te.core.sync cimport *
@@ -79,6 +80,9 @@ cdef void level_speeds(Direct *d, u64 now) noexcept nogil:
     cdef u32 i
     for i in range(d.rails_n):
         rates[i] = pace_rate(&d.paces[i])
+    pthread_mutex_lock(&d.rails_lock)
+    memcpy(d.rates, rates, d.rails_n * sizeof(double))
+    pthread_mutex_unlock(&d.rails_lock)
     d.fastest = speeds_of(rates, d.speeds, d.rails_n)
     for i in range(d.rails_n):
         if d.speeds[i] == d.fastest:

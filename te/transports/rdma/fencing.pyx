@@ -139,7 +139,7 @@ cdef void drain_all(Link *link) noexcept nogil:
     cdef u32 k
     # In this order: whoever adds a qp reads the number behind it.
     pthread_mutex_lock(&link.lock)
-    d.fences += link.is_incoming
+    store64(&d.fences, d.fences + link.is_incoming)
     pthread_mutex_unlock(&link.lock)
     worker_adopt(d.worker)
     for k in range(RAILS_MAX):

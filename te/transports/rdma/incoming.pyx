@@ -129,7 +129,7 @@ cdef bint on_ask(Connection *c) noexcept nogil:
     if may_ask(c, text):
         a = arriving_begin(link, h.transfer, h.tag, h.total, False, text)
     if a == NULL:
-        violate_locked(link, text)
+        violate(link, text)
     else:
         control_of(c).last_id = h.transfer
         if a.refused:
@@ -218,7 +218,7 @@ cdef void marks_arrived(Qp *q, VWc *wc, int n) noexcept nogil:
         q.marks_told = q.marks_seen
         queue_credit(c, q.index, q.epoch, q.marks_seen)
     if not good:
-        violate_locked(q.link, b"a mark of a piece that its transfer does not have")
+        violate(q.link, b"a mark of a piece that its transfer does not have")
     control_unlock(c)
 
 
@@ -236,7 +236,7 @@ cdef bint on_abandon(Connection *c) noexcept nogil:
             a.announced = h.total
             end_if_stopped(c, a)
         else:
-            violate_locked(
+            violate(
                 c.link, b"it gives a transfer up that it cannot have written so much of")
     pthread_mutex_unlock(&c.link.lock)
     return good

@@ -6,15 +6,15 @@ from te.core.frames cimport Connection
 from te.core.link cimport Link, Transfer
 from te.transports.rdma.state cimport Posted
 
-# What `Ops` and `Protocol` call; without a lock, or with the connection's.
+# What `Ops` and `Protocol` call.
 cdef void outgoing_prepare(Transfer *t, bint is_shared) noexcept nogil
 cdef void outgoing_settled(Transfer *t) noexcept nogil
 cdef void outgoing_cancel(Transfer *t) noexcept nogil
 # Queues questions about the transfers that may begin.
 cdef void outgoing_ask(Connection *c) noexcept nogil
 cdef bint outgoing_acknowledged(Connection *c) noexcept nogil
-# A turn of the link's worker, without a lock: gives up what was cancelled, and all that is unfinished if
-# `Direct.verdict` says so; with the destination's knowledge.
+# A turn of the link's worker, without a lock: gives up all that is unfinished if `Direct.verdict` says so,
+# with the destination's knowledge.
 cdef void outgoing_turn(Link *link) noexcept nogil
 
 # It has waiting pieces no more.

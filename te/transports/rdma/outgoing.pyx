@@ -12,7 +12,6 @@ from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
 from te.core.transfer cimport *
 from te.core.wire cimport *
-from te.core.worker cimport worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.pieces cimport Piece, cut, pieces_for
 from te.transports.rdma.remote cimport check_remote
@@ -75,9 +74,10 @@ cdef void take_ready(Link *link, Transfer *t) noexcept nogil:
     cdef Direct *d = direct_of(link)
     cdef Posting *p = posting_of(t)
     cdef Transfer *before = NULL
-    cdef Transfer *one = d.ready
+    cdef Transfer *one
     if not p.is_ready:
         return
+    one = d.ready
     while one != t:
         before = one
         one = posting_of(one).next_ready
@@ -129,40 +129,36 @@ cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
 
 
 cdef void outgoing_cancel(Transfer *t) noexcept nogil:
-    cdef Direct *d = direct_of(t.link)
-    if not cancel_queued(t):
-        add32(&d.cancels, 1)
-        worker_wake(d.worker)
+    cdef Connection *c
+    if not end_queued(t):
+        c = control_lock(t.link)
+        go_on(c, t)
+        control_unlock(c)
 
 
 cdef void give_up_all(Link *link, int verdict) noexcept nogil:
-    """What is cancelled, and for a verdict what is unfinished."""
+    """What is unfinished."""
     cdef Connection *c = control_lock(link)
     cdef Transfer *t = link.first
     cdef Transfer *after
     while t != NULL:
         after = t.after
-        if verdict and t.n and not is_given_up(t):
+        if t.n and not is_given_up(t):
             t.verdict = verdict
             if t.stage == QUEUED:
                 transfer_end(t, FAILED, verdict)
             else:
                 go_on(c, t)
-        elif load32(&t.cancel) and not end_queued(t):
-            go_on(c, t)
         t = after
     control_unlock(c)
 
 
 cdef void outgoing_turn(Link *link) noexcept nogil:
     cdef Direct *d = direct_of(link)
-    cdef u32 cancels = load32(&d.cancels)
     cdef int verdict = d.verdict
-    if verdict == 0 and cancels == d.cancels_seen:
-        return
-    d.verdict = 0
-    d.cancels_seen = cancels
-    give_up_all(link, verdict)
+    if verdict:
+        d.verdict = 0
+        give_up_all(link, verdict)
 
 
 # -- words
@@ -177,7 +173,6 @@ cdef void outgoing_ask(Connection *c) noexcept nogil:
     while t != NULL:
         link.issue = t.after
         advance(t, BEGINS)
-        store_pointer(&t.via, c)
         h = header_of(ASK if t.n else <uint8_t>END, t.id, t.tag, t.total)
         if t.n == 0:
             advance(t, ALL_SENT)

@@ -300,7 +300,7 @@ cdef void on_broken(Connection *c) noexcept nogil:
     cdef Qp *q
     cdef u32 i
     pthread_mutex_lock(&link.lock)
-    d.fences = max(d.fences, h.total)
+    store64(&d.fences, max(d.fences, h.total))
     pthread_mutex_unlock(&link.lock)
     for i in range(RAILS_MAX):
         q = d.qps[i]
@@ -309,7 +309,7 @@ cdef void on_broken(Connection *c) noexcept nogil:
         if (h.transfer == ANY_RAIL and q.fences < h.total) or (
             h.transfer == i and h.tag == q.epoch
         ):
-            d.broken[i] = 1 + <u32>h.status  # for `rails_turn`, which has no lock
+            d.broken[i] = 1 + <u32>h.status  # for `rails_turn`
     kick_qps(link)
 
 

@@ -117,6 +117,7 @@ cdef struct Direct:
     # writes them, under the lock, behind which no other is taken.
     pthread_mutex_t rails_lock
     Rail rails[RAILS_MAX]
+    double rates[RAILS_MAX]  # the paces', as last looked at
     RailTiming timing
     Refusal refusals[RAILS_MAX]  # under the same lock, by who has made the attempt
     u32 is_refused  # atomic: some of them are new
@@ -125,9 +126,7 @@ cdef struct Direct:
     u32 returned_seen
     u32 returns_seen[RAILS_MAX]
     u32 kicks  # atomic: counts calls to look for something to send
-    u32 cancels  # atomic: how often a transfer was cancelled
-    u32 cancels_seen  # the worker's, as the next two
-    int verdict  # that what is unfinished is to be given up for, in the next turn; 0: it is not
+    int verdict  # the worker's, as the next: what is unfinished is to be given up for that, in its turn
     bint has_given_up  # and nothing moved since
     # The source's side, under the link's lock.
     Transfer *ready  # granted, with pieces that wait for a rail
@@ -139,7 +138,7 @@ cdef struct Direct:
     double speeds[RAILS_MAX]  # out of the paces, for the balancer
     double fastest  # of them
     u64 tried_ns[RAILS_MAX]  # when it last counted as fast as the fastest
-    # The destination's memory, as it has told: under the connection's lock.
+    # The destination's memory, as it has told.
     RemoteRange *table
     u32 table_n, table_room
     u64 rail_flying[RAILS_MAX]  # bytes that rails have under way: atomic

@@ -5,7 +5,7 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport send_inline
+from te.core.callers cimport send_now
 from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -141,14 +141,15 @@ cdef bint is_mapped(Transfer *t) noexcept nogil:
     cdef Samehost *own = <Samehost *>t.link.own
     cdef bint found = False
     cdef u32 i
-    pthread_mutex_lock(&t.link.lock)
+    if pthread_mutex_trylock(&own.mapped_lock):
+        return False  # It changes just now: as if the peer had not mapped it yet.
     for i in range(t.held_n):
         if t.held[i].kind.touched_by & TOUCHED_BY_KERNEL:
             continue
         found = map_get(&own.mapped_by_peer, t.held[i].serial) != NULL
         if not found:
             break
-    pthread_mutex_unlock(&t.link.lock)
+    pthread_mutex_unlock(&own.mapped_lock)
     return found
 
 
@@ -165,7 +166,7 @@ cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
 
 cdef void submit(Transfer *t) noexcept nogil:
     if (<Sending *>t.own).frame == PULL:
-        send_inline(t.link, SENDS_INLINE)
+        send_now(t.link, SENDS_INLINE, t.total)
     else:
         sending_submit(t)
 
@@ -188,6 +189,7 @@ cdef void release(Link *link) noexcept nogil:
     connections_free(link)
     mappings_free(link)
     map_free(&own.mapped_by_peer)
+    pthread_mutex_destroy(&own.mapped_lock)
     if own.pidfd >= 0:
         close(own.pidfd)
     free(own)
@@ -217,6 +219,7 @@ cdef class SamehostLink(LinkHandle):
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce of {len(nonce)} bytes, which must be {NONCE_BYTES}")
         own = <Samehost *>need(sizeof(Samehost))
+        pthread_mutex_init(&own.mapped_lock, NULL)
         own.pid = pid
         own.pidfd = pidfd
         own.nonce_at = nonce_at
@@ -306,8 +309,9 @@ cdef class SamehostLink(LinkHandle):
 
     def mapped_by_peer(self, u64 serial, bint is_mapped):
         cdef Samehost *own = <Samehost *>self.k.own
-        pthread_mutex_lock(&self.k.lock)
+        with nogil:
+            pthread_mutex_lock(&own.mapped_lock)
         map_take(&own.mapped_by_peer, serial)
         if is_mapped:
             map_put(&own.mapped_by_peer, serial, own)
-        pthread_mutex_unlock(&self.k.lock)
+        pthread_mutex_unlock(&own.mapped_lock)

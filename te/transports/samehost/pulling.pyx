@@ -5,12 +5,12 @@ from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, strerror
-from te.core.frames cimport LOST, MOVED, NOT_MINE, TAKEN, WAITING, frame_read, queue_frame
+from te.core.frames cimport LOST, MOVED, TAKEN, WAITING, frame_read, leave_to_worker, queue_frame
 from te.core.heap cimport need
 from te.core.inbound cimport Arriving
 from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
-from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick
+from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick, rails_of
 from te.core.payload cimport AT_COPY, AT_HEAD, Payload
 from te.core.posix cimport EFAULT, iovec, process_vm_readv
 from te.core.receiving cimport receiving_frame, receiving_some
@@ -24,7 +24,8 @@ from te.core.sync cimport *
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, BLOCKS_MAX, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport (
-    Runner, may_wait, polled_kick, runner_go_on, runner_wait, worker_spread,
+    Runner, Worker, may_wait, polled_kick, runner_go_on, runner_wait, worker_give, worker_spread,
+    worker_take,
 )
 from te.transports.samehost.alive cimport (
     ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
@@ -58,7 +59,7 @@ cdef void pull(Connection *c, Arriving *a) noexcept nogil:
     for i in range(c.head.count):
         p.remote[i].iov_base = <void *>blocks[i].src
         p.remote[i].iov_len = blocks[i].nbytes
-    if c.head.nbytes >= SPREAD_BYTES and c.link.connections_n > 1:
+    if c.head.nbytes >= SPREAD_BYTES and rails_of(c.link) > 1:
         job_put(c, a)
     else:
         begin_copy(c, a)
@@ -136,9 +137,9 @@ cdef void kick_other(Connection *c) noexcept nogil:
     """Has another worker look for a copy to take up. Under the link's lock."""
     cdef Connection *other
     cdef u32 i
-    for i in range(c.link.connections_n):
+    for i in range(rails_of(c.link)):
         other = <Connection *>c.link.connections[i]
-        if other.polled.worker != c.polled.worker and not other.gone:
+        if other.polled.worker != c.polled.worker and not load32(&other.gone):
             polled_kick(&other.polled)
             return
 
@@ -280,19 +281,20 @@ cdef Moved copy(Connection *c) noexcept nogil:
 
 cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noexcept nogil:
     """Copies out of the source's memory, which may not answer for long, or ever (userfaultfd(2), a file
-    system of its own). So the connection's lock is given up meanwhile, and if it takes long another
+    system of its own). So the worker's turn is given up meanwhile, and if it takes long another
     thread takes the worker over: TAKEN. That one has the connection then, and finds what came of the
     copy. Inside the section of this thread, which it leaves: a fence waits for it, and for it alone."""
     cdef Pulling *p = pulling_of(c)
+    cdef Worker *w = c.polled.worker
     cdef bint is_patient = c.channel.is_patient, is_ours
     if load32(&own_of(c).waits) or not may_wait(c.polled.worker.all):
         leave(&me.section)
         return held_up(c)
-    c.is_workers = c.channel.is_patient = False
+    c.channel.is_patient = False
     store32(&c.is_away, 1)
     say_where(c, me, into, most)
-    pthread_mutex_unlock(&c.lock)
     runner_wait(me)
+    worker_give(w)
     p.moved = 0 if may_be_gone(own_of(c)) else copy_foreign(c, p.remote, into, most)
     if p.moved < 0:
         p.errnum = last_errno()
@@ -300,13 +302,13 @@ cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noe
     section_within(&me.section, 0, 0)
     leave(&me.section)
     is_ours = runner_go_on(me)
-    pthread_mutex_lock(&c.lock)
+    worker_take(w)
     p.has_moved = True
     store32(&c.is_away, 0)
     if not is_ours:
         come_back(c)
         return TAKEN
-    c.is_workers, c.channel.is_patient = True, is_patient
+    c.channel.is_patient = is_patient
     return moved_foreign(c)
 
 
@@ -344,13 +346,13 @@ cdef Moved held_up(Connection *c) noexcept nogil:
 
 
 cdef void come_back(Connection *c) noexcept nogil:
-    """By the thread that has waited, as the last that it does here; gives up the connection's lock."""
+    """By the thread that has waited, as the last that it does here; gives up the worker's turn."""
     cdef Pulling *p = pulling_of(c)
     if p.is_noted:
         p.is_noted = False
         add32(&own_of(c).waits, -1)
     link_kick(c.link)
-    pthread_mutex_unlock(&c.lock)
+    worker_give(c.polled.worker)
 
 
 cdef Moved moved_foreign(Connection *c) noexcept nogil:
@@ -542,7 +544,7 @@ cdef Moved pulling_receive(Connection *c, bint answers_only) noexcept nogil:
     cdef Payload *p = &pulling_of(c).payload
     cdef Moved state
     if answers_only:
-        return read(c, True) if p.stand == AT_HEAD else NOT_MINE
+        return read(c, True) if p.stand == AT_HEAD else leave_to_worker(c)
     if p.stand == AT_COPY and c.head.kind == PULL:
         return copy(c)
     if p.stand == AT_HEAD and not c.has_head and take_up(c, False):

@@ -8,7 +8,7 @@ from te.core.maps cimport Map
 from te.core.payload cimport Payload
 from te.core.posix cimport iovec, pid_t
 from te.core.sending cimport Streams
-from te.core.sync cimport u32, u64
+from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.wire cimport BLOCKS_MAX, Header
 
 # Memory of the source that this process has mapped, too: a part of one of its regions.
@@ -51,7 +51,8 @@ cdef struct Samehost:
     # begins to wait for it. Atomic, as is the time of the first of them.
     u32 waits
     u64 waits_since_ns
-    # The other side's, under the link's lock: serials of regions that the peer has mapped.
+    # The other side's, under a lock of its own: serials of regions that the peer has mapped.
+    pthread_mutex_t mapped_lock
     Map mapped_by_peer
     # PULLs that any connection's worker may take up, in this order; under the link's lock.
     Job *jobs
