@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a calling thread does: it puts commands on the list of a link's owner. If the owner's turn is free it
-# carries them out itself, and may wait for an answer itself: waking a worker up costs more than a small
-# write. It never waits for a lock: where somebody has the turn, the worker does it.
+# carries them out itself, and may take the answer itself, in the turn of the worker whose connection it comes
+# by: waking a worker up costs more than a small write. It never waits for a lock: where somebody has the turn, the
+# worker does it.
 
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u64
@@ -18,7 +19,7 @@ cdef void call_off(Transfer *t) noexcept nogil
 cdef void await_answer(Transfer *t, Spin *spin, u64 until_ns) noexcept nogil
 
 # In the owner's turn: sends what was submitted by a connection that the owner has, in so many calls at most;
-# or, if they are all busy, gives connections a turn as `kick_some` does.
+# or, if they are all busy, gives connections a turn as `kick_some` does: one of them, where `nbytes` is 0.
 cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil
 # In the owner's turn: gives as many connections a turn as the transfer has work for.
 cdef void kick_some(Link *link, u64 nbytes) noexcept nogil

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.channels cimport channel_arm, channel_moved
-from te.core.connections cimport connection_arm, hush, set_interest, watch
+from te.core.channels cimport channel_arm, channel_disarm, channel_moved
+from te.core.connections cimport connection_arm, set_interest
 from te.core.frames cimport *
 from te.core.link cimport *
 from te.core.plane cimport DONE, FAILED, PENDING
@@ -10,38 +10,35 @@ from te.core.posix cimport EPOLLIN, EPOLLOUT, POLLIN, pollfd, ppoll
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_drop, transfer_list, transfer_settle
 from te.core.worker cimport (
-    LOOKS, Command, may_spin, polled_kick, spin_paid, spin_turn, worker_borrow, worker_put,
+    LOOKS, Command, Worker, may_spin, polled_kick, spin_paid, spin_turn, worker_borrow, worker_put,
     worker_return, worker_wake,
 )
 
 cdef enum:
     NAP_MOST_NS = 1000000
+    BUSY_NS = 50000  # a caller tries for so long to get a worker's turn
     KICK_BYTES = 512 << 10
 
 
 # -- commands
 
-cdef bint enter(Link *link, bint may_wait) noexcept nogil:
-    """Takes the link's lock; False if the worker of another connection has it, and that is not to be waited
-    for."""
-    if may_wait:
-        return pthread_mutex_lock(&link.lock) == 0
-    return pthread_mutex_trylock(&link.lock) == 0
-
-
-cdef void order(Link *link, Command *c) noexcept nogil:
-    if link.owner == NULL or not worker_put(link.owner, c):
-        c.run(c, True)  # There is nobody else: the link has no connection, or its engine is closed.
-    elif worker_borrow(link.owner):
-        worker_return(link.owner)
+cdef bint order(Link *link, Command *c) noexcept nogil:
+    """False if nobody will carry it out: the link has no connection, or its engine is closed."""
+    cdef Worker *owner = <Worker *>load_pointer(&link.owner)
+    if owner == NULL or not worker_put(owner, c):
+        return False
+    if worker_borrow(owner):
+        worker_return(owner)
     else:
-        worker_wake(link.owner)
+        worker_wake(owner)
+    return True
 
 
-cdef bint on_submit(Command *c, bint may_wait) noexcept nogil:
+cdef bint on_submit(Command *c) noexcept nogil:
     cdef Transfer *t = <Transfer *>c.of
     cdef Link *link = t.link
-    if not enter(link, may_wait):
+    cdef bint is_listed = False
+    if not link_lock(link, link.owner):
         return False
     if load32(&link.dead) or not load32(&link.connections_alive):
         transfer_settle(t, FAILED, LINK_DIED)
@@ -49,16 +46,18 @@ cdef bint on_submit(Command *c, bint may_wait) noexcept nogil:
         transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
     else:
         transfer_list(t)
-        link.ops.submit(t)
+        is_listed = True
     pthread_mutex_unlock(&link.lock)
+    if is_listed:
+        link.ops.submit(t)
     transfer_drop(t)
     return True
 
 
-cdef bint on_cancel(Command *c, bint may_wait) noexcept nogil:
+cdef bint on_cancel(Command *c) noexcept nogil:
     cdef Transfer *t = <Transfer *>c.of
     cdef Link *link = t.link
-    if not enter(link, may_wait):
+    if not link_lock(link, link.owner):
         return False
     if t.is_listed:
         link.ops.cancel(t)
@@ -71,7 +70,12 @@ cdef void submit(Transfer *t) noexcept nogil:
     add32(&t.refs, 1)
     t.submitting.run = on_submit
     t.submitting.of = t
-    order(t.link, &t.submitting)
+    if order(t.link, &t.submitting):
+        return
+    pthread_mutex_lock(&t.link.lock)
+    transfer_settle(t, FAILED, LINK_DIED)
+    pthread_mutex_unlock(&t.link.lock)
+    transfer_drop(t)
 
 
 cdef void call_off(Transfer *t) noexcept nogil:
@@ -80,7 +84,8 @@ cdef void call_off(Transfer *t) noexcept nogil:
     add32(&t.refs, 1)
     t.cancelling.run = on_cancel
     t.cancelling.of = t
-    order(t.link, &t.cancelling)
+    if not order(t.link, &t.cancelling):
+        transfer_drop(t)  # It has its outcome.
 
 
 # -- sending
@@ -110,7 +115,7 @@ cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil:
 
 
 cdef void kick_some(Link *link, u64 nbytes) noexcept nogil:
-    cdef u32 i, all = load32(&link.connections_n), n = <u32>min(<u64>all, 1 + nbytes / KICK_BYTES)
+    cdef u32 i, all = rails_of(link), n = <u32>min(<u64>all, 1 + nbytes / KICK_BYTES)
     cdef u32 first = link.turn
     link.turn += n
     for i in range(n):
@@ -119,75 +124,69 @@ cdef void kick_some(Link *link, u64 nbytes) noexcept nogil:
 
 # -- waiting for an answer
 
+cdef enum Seen:
+    NOTHING  # and this thread is told of what comes
+    MORE
+    IS_BUSY  # somebody has the worker's turn
+    FOR_WORKER  # what comes, or the link's end
+
+# What a calling thread does while it waits.
 cdef struct Look:
+    Connection *c
     Transfer *t
-    bint has_rung  # the descriptor of the first connection
-    bint sleeps  # the thread is about to wait for that descriptor, `fd`
     int fd
+    bint is_armed  # the other side is to ring
+    bint has_rung  # it has
+    u64 busy_ns  # since when the worker's turn was not free; 0: it was
 
 
-cdef bint borrow(Link *link) noexcept nogil:
-    """The owner's turn, and the link's lock, for a moment; False if somebody has one of them."""
-    if not worker_borrow(link.owner):
-        return False
-    if enter(link, False):
-        return True
-    worker_return(link.owner)
+cdef bint join(Connection *c) noexcept nogil:
+    """False if another thread sleeps until something comes: it takes this one's answer, too."""
+    cdef u32 n = load32(&c.lookers), before
+    while n != ASLEEP:
+        before = swap_if(&c.lookers, n, n + 1)
+        if before == n:
+            return True
+        n = before
     return False
 
 
-cdef void give_back(Link *link) noexcept nogil:
-    pthread_mutex_unlock(&link.lock)
-    worker_return(link.owner)
-
-
-cdef Moved take_answers(Look *look, Connection *c) noexcept nogil:
-    """WAITING: nothing is there, and what comes does not wake its worker. LOST: its worker is to look."""
+cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
+    cdef Connection *c = look.c
     cdef Moved state
     if load32(&c.gone) or load32(&c.link.dead):
-        return LOST
-    hush(c)
+        return FOR_WORKER
     if look.has_rung and c.channel.ops.rung != NULL:
         c.channel.ops.rung(c.channel)
-    if look.sleeps and c.channel.ops.is_in_memory:
-        watch(c, 0)  # The wake-up is for this thread.
+    if look.is_armed:
+        channel_disarm(c.channel)
+    look.has_rung = look.is_armed = False
+    look.fd = c.channel.fd
+    set_interest(c)
     state = c.protocol.receive(c, True)
     while state == MOVED and load32(&look.t.status) == PENDING:
         state = c.protocol.receive(c, True)
-    if c.queued_n:
-        c.protocol.send(c, 1)
-    look.fd = c.channel.fd
-    if load32(&c.polled.kicked):
-        return LOST
-    if state == WAITING and look.sleeps and channel_arm(c.channel, EPOLLIN):
-        return MOVED
-    return state
+    if load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
+        polled_kick(&c.polled)  # There is something else to do.
+    if state == WAITING and sleeps:
+        look.is_armed = True
+        if channel_arm(c.channel, EPOLLIN):
+            return MORE
+    return NOTHING if state == WAITING else MORE if state == MOVED else FOR_WORKER
 
 
-cdef Moved look_once(Look *look) noexcept nogil:
-    """At the connections that the owner has. MOVED: somebody has the turn, or more is there already."""
-    cdef Link *link = look.t.link
-    cdef Moved state = WAITING, one
-    cdef u32 i
-    look.fd = -1
-    if not borrow(link):
-        return MOVED
-    for i in range(load32(&link.connections_n)):
-        if link.connections[i].worker != link.owner:
-            continue
-        one = take_answers(look, <Connection *>link.connections[i])
-        if one == LOST or load32(&look.t.status) != PENDING:
-            state = LOST
-            break
-        if one == MOVED:
-            state = MOVED
-    give_back(link)
-    return state
+cdef Seen look_once(Look *look, bint sleeps) noexcept nogil:
+    cdef Worker *w = look.c.polled.worker
+    cdef Seen seen
+    if not worker_borrow(w):
+        return IS_BUSY
+    seen = take_answers(look, sleeps)
+    worker_return(w)
+    return seen
 
 
-cdef bint await_ring(Link *link) noexcept nogil:
+cdef bint await_ring(Connection *c) noexcept nogil:
     """A short look at whether the other side has put something in; always False on TCP."""
-    cdef Connection *c = <Connection *>link.connections[0]
     cdef int i
     for i in range(LOOKS if c.channel.ops.is_in_memory else 0):
         if channel_moved(c.channel, EPOLLIN):
@@ -196,16 +195,10 @@ cdef bint await_ring(Link *link) noexcept nogil:
     return False
 
 
-cdef void nap(Look *look, u64 nap_ns) noexcept nogil:
-    """Sleeps until the first connection has something to read, or for a while."""
+cdef void doze(Look *look, u64 nap_ns) noexcept nogil:
+    """Sleeps until the connection has something to read, or for a while."""
     cdef pollfd p
     cdef timespec most
-    cdef Moved state
-    look.sleeps = True
-    state = look_once(look)
-    look.sleeps = look.has_rung = False
-    if state != WAITING or look.fd < 0:
-        return
     most.tv_sec = 0
     most.tv_nsec = min(nap_ns, <u64>NAP_MOST_NS)
     # If the descriptor is gone or another's by now, the answer only comes a little later.
@@ -214,48 +207,64 @@ cdef void nap(Look *look, u64 nap_ns) noexcept nogil:
     look.has_rung = ppoll(&p, 1, &most, NULL) == 1
 
 
-cdef void leave_to_worker_all(Link *link, bint is_kicked) noexcept nogil:
-    """The owner's connections are looked at by nobody else any more."""
-    cdef Connection *c
-    cdef u32 i
-    cdef bint has_turn = borrow(link)
-    for i in range(load32(&link.connections_n)):
-        c = <Connection *>link.connections[i]
-        if c.polled.worker != link.owner:
-            continue
-        if has_turn and not load32(&c.gone) and not load32(&link.dead):
-            set_interest(c)
-        # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
-        if is_kicked or not has_turn or load32(&c.polled.kicked) or connection_arm(c) or (
-            c.protocol.has_work != NULL and c.protocol.has_work(c)
-        ):
-            polled_kick(&c.polled)
-    if has_turn:
-        give_back(link)
+cdef void leave(Look *look, bint is_for_worker) noexcept nogil:
+    """The worker is told again of what comes, unless others look."""
+    cdef Connection *c = look.c
+    cdef Worker *w = c.polled.worker
+    cdef bint is_last = add32(&c.lookers, -1) == 0
+    if not worker_borrow(w):
+        polled_kick(&c.polled)
+        return
+    if not load32(&c.gone) and not load32(&c.link.dead):
+        if look.has_rung and c.channel.ops.rung != NULL:
+            c.channel.ops.rung(c.channel)
+        set_interest(c)
+    worker_return(w)
+    # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
+    if is_for_worker or load32(&c.polled.kicked) or is_last and (
+        connection_arm(c) or (c.protocol.has_work != NULL and c.protocol.has_work(c))
+    ):
+        polled_kick(&c.polled)
+
+
+cdef bint is_busy_for_long(Look *look, Seen seen, u64 now) noexcept nogil:
+    """The worker itself sees the answer then."""
+    if seen != IS_BUSY:
+        look.busy_ns = 0
+    elif look.busy_ns == 0:
+        look.busy_ns = now
+    return seen == IS_BUSY and now > look.busy_ns + BUSY_NS
 
 
 cdef void await_answer(Transfer *t, Spin *spin, u64 until_ns) noexcept nogil:
-    cdef Link *link = t.link
     cdef Look look
     cdef u64 begun = now_ns(), now = begun
-    cdef Moved state = WAITING
-    if link.owner == NULL or load32(&link.dead):
+    cdef Seen seen = NOTHING
+    cdef bint sleeps, has_answer
+    look.c = <Connection *>load_pointer(&t.answered_by)
+    if look.c == NULL or not join(look.c):
         return
     look.t = t
-    look.has_rung = look.sleeps = False
+    look.is_armed = True  # By its worker, perhaps.
+    look.has_rung = False
+    look.busy_ns = 0
     while load32(&t.status) == PENDING and now < until_ns:
-        state = look_once(&look)
-        look.has_rung = False
-        if state == LOST or load32(&t.status) != PENDING:
+        sleeps = not may_spin(spin, begun, now)
+        if sleeps and swap_if(&look.c.lookers, 1, ASLEEP) != 1:
+            break  # Others look, who take this one's answer, too.
+        seen = look_once(&look, sleeps)
+        has_answer = load32(&t.status) != PENDING
+        if sleeps:
+            if seen == NOTHING and not has_answer:
+                doze(&look, until_ns - now)
+            store32(&look.c.lookers, 1)
+        elif seen == NOTHING and not has_answer and not await_ring(look.c):
+            spin_turn(spin, now)
+        if has_answer or seen == FOR_WORKER or is_busy_for_long(&look, seen, now):
             break
-        if state == MOVED:
+        if seen == IS_BUSY:
             sched_yield()
-        elif may_spin(spin, begun, now):
-            if not await_ring(link):
-                spin_turn(spin, now)
-        else:
-            nap(&look, until_ns - now)
         now = now_ns()
     if now < begun + spin.most_ns:
         spin_paid(spin)
-    leave_to_worker_all(link, state == LOST and load32(&t.status) == PENDING)
+    leave(&look, seen == FOR_WORKER and load32(&t.status) == PENDING)

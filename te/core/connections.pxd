@@ -4,7 +4,6 @@
 from te.core.channels cimport Channel
 from te.core.frames cimport Connection, Protocol
 from te.core.link cimport Link
-from te.core.sync cimport u32
 from te.core.worker cimport Worker
 
 # Adds a connection to a link and hands it to a worker. 0, or an errno: then the channel is freed, and its
@@ -15,10 +14,7 @@ cdef int connection_add(
 # Of a link that nobody has any more.
 cdef void connections_free(Link *link) noexcept nogil
 
-# In its worker's turn: what it waits for, which is what it can use; and what epoll tells the worker of.
+# In its worker's turn: what it waits for, which is what it can use; not what calling threads look for.
 cdef void set_interest(Connection *c) noexcept nogil
-cdef void watch(Connection *c, u32 wanted) noexcept nogil
-# The same where a calling thread looks for what comes: nobody wakes the worker for that. Until `set_interest`.
-cdef void hush(Connection *c) noexcept nogil
 # Asks to be woken up; True if there is something already.
 cdef bint connection_arm(Connection *c) noexcept nogil

@@ -32,27 +32,19 @@ cdef bint is_held_back(Connection *c) noexcept nogil:
 
 cdef void set_interest(Connection *c) noexcept nogil:
     cdef u32 wanted = 0
-    if not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES and not is_held_back(c):
+    cdef u32 lookers = load32(&c.lookers)
+    if not lookers and not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES and not is_held_back(c):
         wanted = EPOLLIN
     if c.out_left:
         wanted |= EPOLLOUT
     if wanted != c.interest:
         store32(&c.interest, wanted)
-    watch(c, EPOLLIN if c.channel.ops.is_in_memory else wanted)
-
-
-cdef void watch(Connection *c, u32 wanted) noexcept nogil:
+    if c.channel.ops.is_in_memory:
+        # The wake-up is for who sleeps there.
+        wanted = 0 if lookers == ASLEEP else EPOLLIN
     if wanted != c.watched:
         c.watched = wanted
         polled_watch(&c.polled, c.channel.fd, wanted)
-
-
-cdef void hush(Connection *c) noexcept nogil:
-    store32(&c.interest, c.interest & ~<u32>EPOLLIN)
-    if c.channel.ops.is_in_memory:
-        channel_disarm(c.channel)
-    else:
-        watch(c, c.interest)
 
 
 cdef bint connection_arm(Connection *c) noexcept nogil:
@@ -89,10 +81,9 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
     for i in range(READS_PER_TURN):
         if load32(&c.link.dead) or c.queued_n > ACK_BACKLOG_BYTES:
             break
-        if is_held_back(c):
+        if is_held_back(c) or load32(&c.lookers) == ASLEEP:  # Who sleeps must not find the answer taken.
             return WAITING
-        if i and has_commands(c.polled.worker):  # What calling threads want comes before more bytes.
-            break
+        worker_obey(c.polled.worker)  # What calling threads want comes before more bytes.
         state = c.protocol.receive(c, False)
         if state != MOVED:
             break
@@ -144,7 +135,7 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef Connection *c = <Connection *>p
     cdef Runner *me = p.worker.runner
     cdef bint busy = False
-    if slept:
+    if slept and load32(&c.lookers) != ASLEEP:
         channel_disarm(c.channel)
     if load32(&c.gone):
         return False
@@ -188,9 +179,7 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     if not link.ops.check(link, stalled and c.suspect) and stalled and c.suspect:
         link_die(link, STALLED, 0, NULL)
     c.suspect = stalled
-    # Nobody tells it if it could go on since the engine has less to wait for, nor if a calling thread that looks
-    # for an answer in its place has not come to that for long.
-    if c.is_held_up or not load32(&c.interest) & EPOLLIN:
+    if c.is_held_up:  # Nobody tells it if it could go on since the engine has less to wait for.
         polled_again(p)
     return stalled
 
@@ -274,8 +263,6 @@ cdef int connection_add(
     add32(&link.refs, 1)
     c.flow = &link.flows[n]
     link.connections[n] = &c.polled
-    if n == 0:
-        link.owner = w
     add64(
         &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, 1)
     errnum = worker_add(w, &c.polled, channel.fd, EPOLLIN)
@@ -283,10 +270,13 @@ cdef int connection_add(
         add64(
             &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, -1)
         channel.is_taken = False
+        link.connections[n] = NULL
         connection_free(c)
         part(link, n)
         return errnum
     store32(&link.connections_n, n + 1)
+    if n == 0:
+        store_pointer(&link.owner, w)
     if load32(&link.dead):
         polled_kick(&c.polled)  # Those who have ended the link may not have seen it.
     return 0

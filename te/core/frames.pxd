@@ -13,10 +13,14 @@ from te.core.worker cimport Polled
 cdef enum:
     ACK_BACKLOG_BYTES = 256 << 10  # a source that reads no acknowledgements is not read from
 
+cdef enum:
+    ASLEEP = 1 << 30  # of `Connection.lookers`: there is one, who sleeps until something comes
+
 cdef enum Moved:
     MOVED  # and there may be more
     WAITING  # the kernel has nothing now, or takes nothing
     LOST  # the link dies
+    NO_ANSWER  # what comes next is for the worker's own thread
     TAKEN  # another thread runs the worker: this one touches nothing of it, and has not its turn any more
 
 cdef struct Connection
@@ -28,7 +32,7 @@ cdef struct Protocol:
     bint moves_payload
     # One step: a call to the kernel, or what follows from a complete item. It may set `is_away`, give up
     # the turn while it waits for another process, and return TAKEN. `answers_only`: by a calling thread, which
-    # leaves all else to the worker, and kicks the connection for it.
+    # leaves all else to the worker: NO_ANSWER, and the connection is kicked.
     Moved (*receive)(Connection *c, bint answers_only) noexcept nogil
     # Sends what there is, in at most so many calls.
     Moved (*send)(Connection *c, int turns) noexcept nogil
@@ -48,7 +52,8 @@ cdef struct Connection:
     Link *link
     Channel *channel
     u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
-    u32 watched  # what epoll tells its worker of: less while a calling thread looks itself
+    u32 watched  # what epoll tells its worker of
+    u32 lookers  # atomic: calling threads that look for an answer here, so that its worker does not; or ASLEEP
     u32 gone  # atomic
     bint suspect
     u64 progress_ns
@@ -70,9 +75,9 @@ cdef struct Connection:
     u64 out_left  # of what is being sent
 
 cdef inline Moved leave_to_worker(Connection *c) noexcept nogil:
-    """What comes next is no answer."""
+    """In a turn that is lent: who has it kicks the connection in the end."""
     store32(&c.polled.kicked, 1)
-    return WAITING
+    return NO_ANSWER
 
 
 # Small frames, behind the one under way.

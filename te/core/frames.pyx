@@ -84,6 +84,8 @@ cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil:
         return MOVED if <size_t>n == wanted else WAITING
     if n < 0:
         return on_sending_failed(c, -n)
+    if c.polled.worker.is_lent:
+        return leave_to_worker(c)  # It reads the end again.
     pthread_mutex_lock(&c.link.lock)
     is_between = c.lead_have == 0 and c.link.arriving.count == 0
     pthread_mutex_unlock(&c.link.lock)

@@ -46,9 +46,9 @@ cdef struct Scan:
 cdef class LinkHandle:
     def __dealloc__(self):
         if self.k != NULL:
-            if not load32(&self.k.dead) and load32(&self.k.connections_n):
-                link_die(self.k, PEER_CLOSED, 0, NULL)
             with nogil:  # What a kind of memory has mapped is unmapped with it, which may take a while.
+                if not load32(&self.k.dead) and load32(&self.k.connections_n):
+                    link_die(self.k, PEER_CLOSED, 0, NULL)
                 link_drop(self.k)
 
     cdef void make(self, Engine engine, const Ops *ops, bint is_incoming, void *own):
@@ -111,7 +111,7 @@ cdef class LinkHandle:
     def send_note(self, bytes data):
         cdef Link *k = self.k
         cdef bint fits = lane_put(k.notes, <const uint8_t *><char *>data, <u64>len(data))
-        if fits:
+        if fits and load32(&k.connections_n):
             polled_kick(k.connections[0])
         return fits
 

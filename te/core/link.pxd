@@ -7,8 +7,8 @@
 #
 # A link has an owner, the worker of its first connection. Who submits or cancels a transfer puts a command on the
 # owner's list, and changes nothing of the link itself (te/core/callers.pxd). The workers of a link's other
-# connections and the owner have the link's lock while they change what they share; a thread that has it takes
-# only locks of the engine (tags, notices, staging) behind it.
+# connections and the owner have the link's lock while they change what they share (`link_lock`), and never while
+# they move bytes; a thread that has it takes only locks of the engine (tags, notices, staging) behind it.
 
 from libc.stdint cimport uint8_t
 from te.core.maps cimport Map
@@ -16,7 +16,9 @@ from te.core.notes cimport Lane
 from te.core.notices cimport Bulletin, Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
-from te.core.sync cimport load32, load64, pthread_mutex_t, u32, u64
+from te.core.sync cimport (
+    load32, load64, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, u32, u64,
+)
 from te.core.tags cimport Identity, Opening
 from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
@@ -61,7 +63,7 @@ cdef struct Ops:
     # The source's side. A new transfer of which nobody else knows; `is_shared`: the peer may map all of
     # the source's memory.
     void (*prepare)(Transfer *t, bint is_shared) noexcept nogil
-    # It is on the link's list: begins it. In the owner's turn.
+    # It was put on the link's list, and may be over by now: begins it. In the owner's turn, without the lock.
     void (*submit)(Transfer *t) noexcept nogil
     # `Transfer.cancel` is set, and `call_off` was called: ends it as soon as can be. In the owner's turn, under
     # the link's lock.
@@ -115,6 +117,7 @@ cdef struct Transfer:
     # When it last moved on, or the one before it was over: the first of a link is judged by it. What
     # moves of others must not keep its memory in use.
     u64 progress_ns
+    Polled *answered_by  # the connection whose calling threads may wait for its answer; NULL: only its worker
     int code
     Notice notice
     Command submitting, cancelling  # the owner's to carry out
@@ -127,8 +130,8 @@ cdef struct Link:
     u64 number
     bint is_incoming
     Identity peer  # of an incoming link: whom tags may be opened for
-    Worker *owner  # NULL before it has a connection
-    pthread_mutex_t lock  # which a thread may take again
+    Worker *owner  # atomic; NULL before it has a connection
+    pthread_mutex_t lock
     u32 refs, dying, dead  # atomic: `dying` before the reason is there, `dead` behind that
     u32 has_ended  # atomic: its connections are gone
     int code, errnum  # why it is dead
@@ -182,6 +185,14 @@ cdef inline bint owes_too_much(Link *link) noexcept nogil:
     """Whether it is not to be read from until its peer takes what it has asked for."""
     cdef u64 owed = load64(&link.owed)
     return owed != 0 and (owed >= OWED_MAX or load64(&link.plane.owed) >= OWED_ALL_MAX)
+
+
+cdef inline bint link_lock(Link *link, Worker *w) noexcept nogil:
+    """In the worker's turn: takes the link's lock. False if it cannot: the turn is lent to a calling thread, which
+    waits for no lock, and the worker of another connection has it."""
+    if w.is_lent:
+        return pthread_mutex_trylock(&link.lock) == 0
+    return pthread_mutex_lock(&link.lock) == 0
 
 
 cdef inline u32 rails_of(Link *link) noexcept nogil:

@@ -4,6 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memset
+from posix.unistd cimport getpid
 from te.core.heap cimport need
 from te.core.maps cimport map_free
 from te.core.notes cimport lane_drop, lane_new
@@ -41,7 +42,7 @@ cdef Ops plain_ops() noexcept:
 
 cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
     cdef Link *link = <Link *>need(sizeof(Link))
-    init_recursive(&link.lock)
+    pthread_mutex_init(&link.lock, NULL)
     p.links += 1
     link.plane = p
     link.ops = ops
@@ -121,8 +122,9 @@ cdef void link_kick(Link *link) noexcept nogil:
 
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil:
     if swap32(&link.dying, 1):
-        while not load32(&link.dead):  # Somebody else writes the reason.
-            relax()
+        # Somebody else writes the reason; or nobody, in a child of fork(2).
+        while not load32(&link.dead) and getpid() == link.plane.workers.pid:
+            sched_yield()
         return
     link.code = code
     link.errnum = errnum

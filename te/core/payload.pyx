@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.frames cimport MOVED, WAITING, on_sending_failed, take_queued
+from te.core.frames cimport MOVED, WAITING, leave_to_worker, on_sending_failed, take_queued
+from te.core.link cimport link_lock
 from te.core.posix cimport EFAULT
 from te.core.sync cimport *
 from te.core.tally cimport count
@@ -57,13 +58,15 @@ cdef inline u64 payload_sent(Payload *p, u64 left) noexcept nogil:
     return 0 if left >= p.out_tail else min(p.out_tail - left, p.out_payload)
 
 
-cdef void pad(Connection *c, int fault) noexcept nogil:
+cdef bint pad(Connection *c, int fault) noexcept nogil:
     """Source memory vanished in the middle of a frame: sends something else in its place, so that
-    the connection stays in step, and says so in the trailer."""
+    the connection stays in step, and says so in the trailer. False if it needs the link's lock, and the turn is
+    lent."""
     cdef Payload *p = payload_of(c)
     cdef u64 left = min(c.out_left - TRAILER_BYTES, p.out_payload), n
     cdef u32 k = 2  # Where the payload began: behind it there may be too little room.
-    pthread_mutex_lock(&c.link.lock)
+    if not link_lock(c.link, c.polled.worker):
+        return False
     p.out_transfer.fault = fault
     pthread_mutex_unlock(&c.link.lock)
     p.trailer = <u64>fault
@@ -78,6 +81,7 @@ cdef void pad(Connection *c, int fault) noexcept nogil:
     p.out[k].iov_base = &p.trailer
     p.out[k].iov_len = TRAILER_BYTES
     p.out_n = k + 1
+    return True
 
 
 cdef Moved payload_send(Connection *c) noexcept nogil:
@@ -91,7 +95,8 @@ cdef Moved payload_send(Connection *c) noexcept nogil:
         if moved >= 0:
             break
         if moved == -EFAULT and p.out_payload:
-            pad(c, EFAULT)
+            if not pad(c, EFAULT):
+                return leave_to_worker(c)
             continue
         state = on_sending_failed(c, -moved)
         if state != MOVED:

@@ -192,8 +192,6 @@ cdef void serve_read(Connection *c) noexcept nogil:
 
 cdef bint receiving_frame(Connection *c) noexcept nogil:
     cdef Arriving *a
-    if c.head.kind == ACK:
-        return acknowledged(c)
     if c.head.kind == END:
         return receiving_empty(c, &payload_of(c).last_id)
     if c.head.kind == ABANDON:
@@ -217,6 +215,8 @@ cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
     state = frame_read(c, answers_only, &is_whole)
     if not is_whole:
         return state
+    if c.head.kind == ACK:
+        return acknowledged(c, state)
     if not receiving_frame(c):
         return LOST
     # With a payload to come it is worth looking; behind the last frame it is not.

@@ -6,7 +6,7 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.callers cimport INLINE_BYTES, call_off, kick_some, send_now
 from te.core.connections cimport connections_free
-from te.core.frames cimport MOVED, WAITING, queue_frame
+from te.core.frames cimport LOST, MOVED, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.kinds cimport TOUCHED_BY_KERNEL
@@ -233,6 +233,8 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         if t.is_reply:  # A peer that takes all and confirms nothing is not to keep more than it must.
             transfer_made(t)
     t.in_flight += 1
+    if not t.is_read:  # Its replies are for workers alone.
+        store_pointer(&t.answered_by, c)
 
 
 cdef inline u64 items_nbytes(Header *h) noexcept nogil:
@@ -301,7 +303,9 @@ cdef void load(Connection *c) noexcept nogil:
             if not c.polled.worker.is_lent:
                 load_staged(c)
             return
-    pthread_mutex_lock(&c.link.lock)
+    if not link_lock(c.link, c.polled.worker):
+        leave_to_worker(c)
+        return
     t = ready_transfer(c)
     if t != NULL and not stages(t):
         make_frame(c, t, c.link.plane.segment_bytes)
@@ -310,8 +314,8 @@ cdef void load(Connection *c) noexcept nogil:
 
 
 cdef void frame_over(Connection *c, Transfer *t) noexcept nogil:
-    """A frame of it has been sent, or never will be. Drops a reference."""
-    pthread_mutex_lock(&c.link.lock)
+    """A frame of it has been sent, or never will be. With the link's lock, which it gives up; drops a
+    reference."""
     t.in_flight -= 1
     if t.is_listed:
         end_if_idle(c, t)
@@ -319,23 +323,30 @@ cdef void frame_over(Connection *c, Transfer *t) noexcept nogil:
     transfer_drop(t)
 
 
-cdef void sent(Connection *c) noexcept nogil:
-    """All that was loaded."""
+cdef bint sent(Connection *c) noexcept nogil:
+    """All that was loaded, if anything was. False if it has to be said again, without the link's lock."""
     cdef Payload *p = payload_of(c)
     cdef Transfer *t = p.out_transfer
     if t == NULL:
-        return
+        return True
+    if not link_lock(c.link, c.polled.worker):
+        return False
     p.out_transfer = NULL
     if (<Sending *>t.own).frame == PULL:
         count(&c.flow.sent_nbytes, p.frame.head.nbytes)
-    staged_sent(c)
     frame_over(c, t)
+    staged_sent(c)
+    return True
 
 
 cdef Moved sending_send(Connection *c, int turns) noexcept nogil:
     cdef Moved state
-    while turns:
+    while True:
         if c.out_left == 0:
+            if not sent(c):
+                return leave_to_worker(c)
+            if turns == 0:
+                return MOVED
             load(c)
             if not payload_begin(c):
                 return WAITING
@@ -343,8 +354,6 @@ cdef Moved sending_send(Connection *c, int turns) noexcept nogil:
         if state != MOVED:
             return state
         turns -= 1
-        sent(c)
-    return MOVED
 
 
 cdef bint sending_leave(Connection *c) noexcept nogil:
@@ -354,9 +363,11 @@ cdef bint sending_leave(Connection *c) noexcept nogil:
         return False
     t = staged_forget(c)
     while t != NULL:
+        pthread_mutex_lock(&c.link.lock)
         frame_over(c, t)
         t = staged_forget(c)
     if p.out_transfer != NULL:
+        pthread_mutex_lock(&c.link.lock)
         frame_over(c, p.out_transfer)
         p.out_transfer = NULL
     return True
@@ -377,15 +388,17 @@ cdef bint progressed(Transfer *t, u64 nbytes, u64 now) noexcept nogil:
     return True
 
 
-cdef bint acknowledged(Connection *c) noexcept nogil:
+cdef Moved acknowledged(Connection *c, Moved state) noexcept nogil:
     cdef Link *link = c.link
     cdef Header *h = &c.head
     cdef u64 now = now_ns()
     cdef bint known
     cdef Transfer *t
     if not check_reason(c):
-        return False
-    pthread_mutex_lock(&link.lock)
+        return LOST
+    if not link_lock(link, c.polled.worker):
+        c.has_head = True  # The frame is whole, and is taken by the next call.
+        return leave_to_worker(c)
     t = <Transfer *>map_get(&link.by_id, h.transfer)
     store64(&link.progress_ns, now)
     c.is_bulk = h.status == PROGRESS
@@ -402,7 +415,7 @@ cdef bint acknowledged(Connection *c) noexcept nogil:
     pthread_mutex_unlock(&link.lock)
     if not known:
         say_unexpected(c)
-    return known
+    return state if known else LOST
 
 
 cdef void fail_read(Link *link, u64 number, const char *reason) noexcept nogil:

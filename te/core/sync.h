@@ -86,15 +86,6 @@ static inline void futex_wake_all(uint32_t *p) {
     syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* A lock that the thread that has it may take again. */
-static inline void init_recursive(pthread_mutex_t *m) {
-    pthread_mutexattr_t a;
-    pthread_mutexattr_init(&a);
-    pthread_mutexattr_settype(&a, PTHREAD_MUTEX_RECURSIVE);
-    pthread_mutex_init(m, &a);
-    pthread_mutexattr_destroy(&a);
-}
-
 /* A thread of no interpreter, which takes no signals, and which nobody joins; 0 or an errno. */
 static inline int start_thread(void *(*run)(void *), void *of) {
     sigset_t all, before;

@@ -44,9 +44,6 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_trylock(pthread_mutex_t *m)
     int pthread_mutex_unlock(pthread_mutex_t *m)
 
-cdef extern from "core/sync.h" nogil:
-    void init_recursive(pthread_mutex_t *m)
-
 cdef extern from "<time.h>" nogil:
     struct timespec:
         long tv_sec, tv_nsec

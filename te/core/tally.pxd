@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What links count, for Engine.stats: te/stats.py says what each figure means.
 #
-# A counter has one writer at a time: who has the turn of the connection's worker, or the link's lock. So it is added to without a locked instruction; anybody may read it.
+# A counter has one writer at a time: who has the turn of the connection's worker, or the link's lock. So it is
+# added to without a locked instruction; anybody may read it.
 
 from te.core.sync cimport load64, note64, u32, u64
 from te.core.wire cimport RAILS_MAX

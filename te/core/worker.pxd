@@ -72,9 +72,8 @@ cdef struct Runner:
 
 # Something that a worker is to do in its turn, on the next occasion.
 cdef struct Command:
-    # False if it had to wait for another worker, and was not to: then it is run again. `may_wait`: the
-    # worker itself runs it.
-    bint (*run)(Command *c, bint may_wait) noexcept nogil
+    # False, and nothing was begun, if the turn is lent and another worker has what it needs: it is run again.
+    bint (*run)(Command *c) noexcept nogil
     void *of
     Command *next
 
@@ -139,6 +138,8 @@ cdef bint worker_borrow(Worker *w) noexcept nogil
 cdef void worker_return(Worker *w) noexcept nogil
 # Has it do something in its next turn. False if it has ended. Any thread.
 cdef bint worker_put(Worker *w, Command *c) noexcept nogil
+# In its turn: does what it was told until now.
+cdef void worker_obey(Worker *w) noexcept nogil
 # Takes over what it has been given until now; by the worker itself.
 cdef void worker_adopt(Worker *w) noexcept nogil
 # In a turn of something that it polls: that has the next one by then; the same for within a
@@ -189,7 +190,7 @@ cdef inline void polled_kick(Polled *p) noexcept nogil:
 
 
 cdef inline void polled_again(Polled *p) noexcept nogil:
-    """The same, by its worker."""
+    """The same by its worker's own thread, which is awake; so not in a turn that is lent."""
     store32(&p.kicked, 1)
     store32(&p.worker.kicked, 1)
 

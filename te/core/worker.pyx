@@ -153,7 +153,7 @@ cdef bint worker_borrow(Worker *w) noexcept nogil:
     if load32(&w.wanted) or pthread_mutex_trylock(&w.turn):
         return False
     w.is_lent = True
-    run_commands(w, False)
+    worker_obey(w)
     return True
 
 
@@ -196,14 +196,14 @@ cdef void take_commands(Worker *w, Command *left) noexcept nogil:
     w.last_command = newest
 
 
-cdef void run_commands(Worker *w, bint may_wait) noexcept nogil:
+cdef void worker_obey(Worker *w) noexcept nogil:
     cdef Command *c = <Command *>load_pointer(&w.commands)
     if c != NULL and c != &ENDED:
         take_commands(w, NULL)
     while w.next_command != NULL:
         c = w.next_command
         w.next_command = c.next  # It may be gone once it has run.
-        if not c.run(c, may_wait):
+        if not c.run(c):
             w.next_command = c
             return
 
@@ -211,7 +211,7 @@ cdef void run_commands(Worker *w, bint may_wait) noexcept nogil:
 cdef void end_commands(Worker *w) noexcept nogil:
     """Runs what has come until now. What comes later is run by who orders it."""
     take_commands(w, &ENDED)
-    run_commands(w, True)
+    worker_obey(w)
 
 
 # -- spinning
@@ -337,10 +337,10 @@ cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nog
     cdef bint busy = False
     w.owes = False
     w.due_ns = <u64>-1
-    run_commands(w, True)
+    worker_obey(w)
     while p != NULL:
         # Of small transfers: they are not to wait for all that moves many bytes.
-        run_commands(w, True)
+        worker_obey(w)
         busy |= p.ops.turn(p, slept, is_patient)
         if has_left(me):
             return False

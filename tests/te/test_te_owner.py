@@ -16,6 +16,9 @@ from te_far import pattern
 from te_frozen import FrozenMemory, frozen_memory
 
 import te
+from te.core.engine import Engine as Plane
+from te.memory_kinds import HOST
+from te.transports.tcp._core import TcpLink
 
 TIMEOUT_S: Final = 60.0
 NBYTES: Final = 1 << 12
@@ -126,6 +129,7 @@ def test_what_its_owner_has_not_begun_fails_with_the_link() -> None:
         assert (one.dst == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.userfaultfd
 def test_a_queue_that_its_owner_does_not_take_from_is_bounded() -> None:
     with held() as one:
@@ -139,6 +143,82 @@ def test_a_queue_that_its_owner_does_not_take_from_is_bounded() -> None:
         one.let_go()
         assert transfers[-1].wait(TIMEOUT_S) is DONE
         assert one.write().wait(TIMEOUT_S) is DONE
+
+
+# -- who waits for an answer
+
+#: Without spinning: who waits sleeps at once, for 1 ms if nobody wakes him.
+SLEEPING: Final[dict[str, Any]] = {"spin_s": 0.0, **PATIENT}
+WOKEN_S: Final = 0.8e-3
+
+
+def seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def answering(config: te.Config) -> Iterator[tuple[te.Peer, Any, Any]]:
+    """A peer, and memory of both sides."""
+    src, dst = np.full(THREADS * NBYTES, 7, np.uint8), np.zeros(THREADS * NBYTES, np.uint8)
+    with te.Engine(config) as source, te.Engine(config) as target:
+        source.register(src, remote="read-write")
+        target.register(dst, remote="read-write")
+        yield source.connect(target.card()), src, dst
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_an_answer_wakes_who_waits_for_it(transport: str, workers: int, verb: str) -> None:
+    """Two connections, of one worker or of two; reads go by one after the other."""
+    config = te.Config(transports=(transport,), workers=workers, rails=2, **SLEEPING)
+    with answering(config) as (peer, src, dst):
+        ends = (src, dst) if verb == "write" else (dst, src)
+        blocks = te.Blocks.of(ends[0].ctypes.data, ends[1].ctypes.data, NBYTES)
+        call = getattr(peer, verb)
+        taken = [seconds(lambda: call(blocks).wait(TIMEOUT_S)) for _ in range(2 * TRIES)]
+        assert min(taken[::2]) < WOKEN_S
+        assert min(taken[1::2]) < WOKEN_S
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+@pytest.mark.parametrize("spin_s", [0.0, 1e-3])
+def test_threads_that_wait_on_one_connection_all_get_their_answers(
+    transport: str, spin_s: float
+) -> None:
+    config = te.Config(transports=(transport,), spin_s=spin_s, rails=1, **PATIENT)
+    with answering(config) as (peer, src, dst):
+
+        def write(number: int) -> None:
+            at = number * NBYTES
+            mine, there = src[at:][:NBYTES], dst[at:][:NBYTES]
+            for turn in range(2 * ROUNDS):
+                mine[:] = turn
+                blocks = te.Blocks.of(mine.ctypes.data, there.ctypes.data, NBYTES)
+                assert peer.write(blocks).wait(TIMEOUT_S) is DONE
+                assert (there == turn).all()
+
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            for ended in [pool.submit(write, number) for number in range(THREADS)]:
+                ended.result(TIMEOUT_S)
+
+
+def test_a_link_without_a_connection_takes_what_it_is_told() -> None:
+    """Nobody owns it yet."""
+    memory = np.zeros(8, np.uint8)
+    plane = Plane(1, 5.0, 1.0, 0.0, 1 << 20, 1020)
+    plane.add_region(memory.ctypes.data, memory.ctypes.data + 8, 1, HOST.compiled, 0, False)
+    blocks = np.array([(memory.ctypes.data, memory.ctypes.data, 8)], te.BLOCK)
+    link = TcpLink(plane, False)
+    assert link.send_note(b"early")
+    for is_read in (False, True):
+        transfer = link.submit(blocks, 8, 0, is_read, 1)
+        assert transfer.failure() == link.death
+        assert transfer.cancel()
+    assert link.tally()[2] == 0
+    assert plane.remove_region(1, 1.0) == 0
 
 
 # -- many threads
@@ -202,6 +282,7 @@ class Caller:
                 assert (self._src == 0x11).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "samehost", "loopback"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_threads_write_cancel_read_and_fence_on_one_link(transport: str, workers: int) -> None:
@@ -221,6 +302,7 @@ def test_threads_write_cancel_read_and_fence_on_one_link(transport: str, workers
                 ended.result(TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "samehost", "loopback"])
 def test_threads_that_write_find_their_link_closed(transport: str) -> None:
     config = te.Config(transports=(transport,), **PATIENT)

@@ -66,7 +66,9 @@ cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
 
 cdef void submit(Transfer *t) noexcept nogil:
     # Under the lock: behind `part` the other end's engine may be gone, with its workers.
-    pthread_mutex_lock(&t.link.lock)
+    if not link_lock(t.link, t.link.owner):
+        link_kick(t.link)  # Its worker tells the other end (`tell_other`).
+        return
     if loop_of(t.link).other != NULL:
         link_kick(loop_of(t.link).other)
     pthread_mutex_unlock(&t.link.lock)
@@ -239,8 +241,9 @@ cdef void serve(Connection *c, Link *source) noexcept nogil:
 
 # -- both sides
 
-cdef void hand_notes_over(Link *link) noexcept nogil:
-    """To the other end, by the worker of this one. Under the lock, as in `submit`."""
+cdef void tell_other(Link *link) noexcept nogil:
+    """Hands notes over to the other end, by the worker of this one, and tells it of transfers. Under the lock, as
+    in `submit`."""
     cdef Header h
     cdef uint8_t part[NOTE_PART_MAX]
     cdef Link *other
@@ -248,6 +251,8 @@ cdef void hand_notes_over(Link *link) noexcept nogil:
     other = loop_of(link).other
     while other != NULL and lane_take(link.notes, &h, part):
         lane_came(other.notes, &other.plane.notes, &other.peer, &h, part)
+    if other != NULL and link.issue != NULL:
+        link_kick(other)
     pthread_mutex_unlock(&link.lock)
 
 
@@ -256,7 +261,7 @@ cdef void turn(Connection *c) noexcept nogil:
     if load32(&c.link.dead):
         return
     if not c.link.is_incoming:
-        hand_notes_over(c.link)
+        tell_other(c.link)
         return
     source = other_of(c.link)
     if source != NULL:

@@ -456,7 +456,8 @@ cdef class RdmaLink(LinkHandle):
             pace_begin(&d.paces[i], bytes_per_s)
             rail_begin(&d.rails[i], ways, now + self.k.number * RAILS_MAX + i, now)
         d.rails_n = len(rails)
-        level_speeds(d, now)
+        with nogil:
+            level_speeds(d, now)
 
     def refuse_rail(self, u32 index, u32 epoch, str reason):
         cdef Direct *d = direct_of(self.k)
@@ -466,13 +467,13 @@ cdef class RdmaLink(LinkHandle):
         if index >= RAILS_MAX:
             raise ValueError(f"no rail {index}")
         one = &d.refusals[index]
-        with nogil:
+        with nogil:  # The link's worker is not to wait for who waits for the interpreter.
             pthread_mutex_lock(&d.rails_lock)
-        if not one.is_new or one.epoch <= epoch:
-            one.is_new = True
-            one.epoch = epoch
-            snprintf(one.text, TEXT_MAX, b"%s", words)
-        pthread_mutex_unlock(&d.rails_lock)
+            if not one.is_new or one.epoch <= epoch:
+                one.is_new = True
+                one.epoch = epoch
+                snprintf(one.text, TEXT_MAX, b"%s", words)
+            pthread_mutex_unlock(&d.rails_lock)
         store32(&d.is_refused, 1)
         worker_wake(d.worker)
 
@@ -483,9 +484,9 @@ cdef class RdmaLink(LinkHandle):
         cdef u32 i, n = d.rails_n
         with nogil:
             pthread_mutex_lock(&d.rails_lock)
-        memcpy(rails, d.rails, n * sizeof(Rail))
-        memcpy(rates, d.rates, n * sizeof(double))
-        pthread_mutex_unlock(&d.rails_lock)
+            memcpy(rails, d.rails, n * sizeof(Rail))
+            memcpy(rates, d.rates, n * sizeof(double))
+            pthread_mutex_unlock(&d.rails_lock)
         return [
             (rails[i].state, rails[i].epoch, rails[i].way, rails[i].failures, rails[i].downs,
              rails[i].ups, bool(rails[i].has_carried), rails[i].code, rails[i].errnum,

@@ -12,6 +12,7 @@ from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
 from te.core.transfer cimport *
 from te.core.wire cimport *
+from te.core.worker cimport polled_kick
 from te.transports.rdma.control cimport *
 from te.transports.rdma.pieces cimport Piece, cut, pieces_for
 from te.transports.rdma.remote cimport check_remote
@@ -129,11 +130,9 @@ cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
 
 
 cdef void outgoing_cancel(Transfer *t) noexcept nogil:
-    cdef Connection *c
     if not end_queued(t):
-        c = control_lock(t.link)
-        go_on(c, t)
-        control_unlock(c)
+        go_on(<Connection *>t.link.connections[0], t)
+        polled_kick(t.link.connections[0])
 
 
 cdef void give_up_all(Link *link, int verdict) noexcept nogil:
@@ -173,6 +172,7 @@ cdef void outgoing_ask(Connection *c) noexcept nogil:
     while t != NULL:
         link.issue = t.after
         advance(t, BEGINS)
+        store_pointer(&t.answered_by, c)
         h = header_of(ASK if t.n else <uint8_t>END, t.id, t.tag, t.total)
         if t.n == 0:
             advance(t, ALL_SENT)

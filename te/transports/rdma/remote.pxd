@@ -12,7 +12,7 @@ from te.transports.rdma.state cimport Direct
 # a violation.
 cdef bint on_table(Connection *c) noexcept nogil
 # Gives a transfer up before a byte of it moves, if one of its blocks has no place at the other side.
-# Under the connection's lock, which keeps the table as it is, and the link's: 1 to 4 ns a block, 25
+# In the turn of the link's worker, which keeps the table as it is, under the link's lock: 1 to 4 ns a block, 25
 # where each lies in another of 61 ranges.
 cdef void check_remote(Link *link, Transfer *t) noexcept nogil
 # Why the other side would refuse it; of malloc.

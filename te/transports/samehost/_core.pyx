@@ -311,7 +311,7 @@ cdef class SamehostLink(LinkHandle):
         cdef Samehost *own = <Samehost *>self.k.own
         with nogil:
             pthread_mutex_lock(&own.mapped_lock)
-        map_take(&own.mapped_by_peer, serial)
-        if is_mapped:
-            map_put(&own.mapped_by_peer, serial, own)
-        pthread_mutex_unlock(&own.mapped_lock)
+            map_take(&own.mapped_by_peer, serial)
+            if is_mapped:
+                map_put(&own.mapped_by_peer, serial, own)
+            pthread_mutex_unlock(&own.mapped_lock)

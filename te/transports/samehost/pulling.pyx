@@ -14,6 +14,7 @@ from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick, rails_of
 from te.core.payload cimport AT_COPY, AT_HEAD, Payload
 from te.core.posix cimport EFAULT, iovec, process_vm_readv
 from te.core.receiving cimport receiving_frame, receiving_some
+from te.core.sending cimport acknowledged
 from te.core.sections cimport enter, leave, section_within
 from te.core.staged cimport (
     Part, staged_done, staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move,
@@ -530,6 +531,8 @@ cdef Moved read(Connection *c, bint answers_only) noexcept nogil:
     cdef Moved state = frame_read(c, answers_only, &is_whole)
     if not is_whole:
         return state
+    if c.head.kind == ACK:
+        return acknowledged(c, state)
     if c.head.kind == PULL:
         a = receiving_some(c)
         if a == NULL:
