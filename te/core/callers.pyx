@@ -37,18 +37,20 @@ cdef bint order(Link *link, Command *c) noexcept nogil:
 cdef bint on_submit(Command *c) noexcept nogil:
     cdef Transfer *t = <Transfer *>c.of
     cdef Link *link = t.link
-    cdef bint is_listed = False
+    cdef bint begins = False
     if not link_lock(link, link.owner):
         return False
-    if load32(&link.dead) or not load32(&link.connections_alive):
+    if t.is_late or not load32(&link.connections_alive):
         transfer_settle(t, FAILED, LINK_DIED)
+    elif load32(&link.dead):
+        transfer_list(t)  # It fails behind those that were submitted before it.
     elif t.is_read and t.n == 0:
         transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
     else:
         transfer_list(t)
-        is_listed = True
+        begins = True
     pthread_mutex_unlock(&link.lock)
-    if is_listed:
+    if begins:
         link.ops.submit(t)
     transfer_drop(t)
     return True
@@ -68,6 +70,7 @@ cdef bint on_cancel(Command *c) noexcept nogil:
 
 cdef void submit(Transfer *t) noexcept nogil:
     add32(&t.refs, 1)
+    t.is_late = load32(&t.link.dead) != 0
     t.submitting.run = on_submit
     t.submitting.of = t
     if order(t.link, &t.submitting):

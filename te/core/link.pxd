@@ -95,6 +95,7 @@ cdef struct Transfer:
     Link *link
     bint is_read
     bint is_reply  # it serves a peer's read; nobody here has a handle of it
+    bint is_late  # the link was dead when it was submitted
     Block *blocks
     u64 n, total  # blocks, bytes
     u64 asked  # blocks of the caller, some of which may be one here
