@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a calling thread does: it puts commands on the list of a link's owner. If the owner's turn is free it
 # carries them out itself, and may take the answer itself, in the turn of the worker whose connection it comes
-# by: waking a worker up costs more than a small write. It never waits for a lock: where somebody has the turn, the
-# worker does it.
+# by: waking a worker up costs more than a small write. It never waits for a turn: where somebody has it, the worker
+# does it. Nor does it wait for a link's lock that a worker may have (`link_lock`).
 
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u64

@@ -17,6 +17,7 @@ from te.core.worker cimport (
 cdef enum:
     NAP_MOST_NS = 1000000
     BUSY_NS = 50000  # a caller tries for so long to get a worker's turn
+    ANSWERS_PER_LOOK = 32
     KICK_BYTES = 512 << 10
 
 
@@ -88,7 +89,7 @@ cdef void call_off(Transfer *t) noexcept nogil:
     t.cancelling.run = on_cancel
     t.cancelling.of = t
     if not order(t.link, &t.cancelling):
-        transfer_drop(t)  # It has its outcome.
+        transfer_drop(t)  # It has its outcome, or gets it with its link, which is dead.
 
 
 # -- sending
@@ -131,6 +132,7 @@ cdef enum Seen:
     NOTHING  # and this thread is told of what comes
     MORE
     IS_BUSY  # somebody has the worker's turn
+    OTHERS  # look, who take this one's answer, too: it need not sleep here
     FOR_WORKER  # what comes, or the link's end
 
 # What a calling thread does while it waits.
@@ -138,6 +140,7 @@ cdef struct Look:
     Connection *c
     Transfer *t
     int fd
+    bint is_asleep  # `Connection.lookers` says so
     bint is_armed  # the other side is to ring
     bint has_rung  # it has
     u64 busy_ns  # since when the worker's turn was not free; 0: it was
@@ -154,27 +157,47 @@ cdef bint join(Connection *c) noexcept nogil:
     return False
 
 
+cdef inline bint has_room(Connection *c) noexcept nogil:
+    """Whether its worker can go on sending, of which memory tells."""
+    return c.out_left != 0 and channel_moved(c.channel, EPOLLOUT)
+
+
+cdef Seen fall_asleep(Look *look) noexcept nogil:
+    """Nothing is there. From here on the worker reads nothing: who sleeps must not find the answer taken. Only in
+    this turn, so that the worker is never in the middle of reading."""
+    cdef Connection *c = look.c
+    look.is_asleep = swap_if(&c.lookers, 1, ASLEEP) == 1
+    if not look.is_asleep:
+        return OTHERS
+    set_interest(c)
+    look.is_armed = True
+    return MORE if channel_arm(c.channel, EPOLLIN) else NOTHING
+
+
 cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
     cdef Connection *c = look.c
-    cdef Moved state
+    cdef Moved state = MOVED
+    cdef bint may_send = False
+    cdef int i
     if load32(&c.gone) or load32(&c.link.dead):
         return FOR_WORKER
     if look.has_rung and c.channel.ops.rung != NULL:
         c.channel.ops.rung(c.channel)
+        may_send = has_room(c)
     if look.is_armed:
         channel_disarm(c.channel)
     look.has_rung = look.is_armed = False
     look.fd = c.channel.fd
     set_interest(c)
-    state = c.protocol.receive(c, True)
-    while state == MOVED and load32(&look.t.status) == PENDING:
+    for i in range(ANSWERS_PER_LOOK):  # A peer may send for ever.
         state = c.protocol.receive(c, True)
-    if load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
-        polled_kick(&c.polled)  # There is something else to do.
-    if state == WAITING and sleeps:
-        look.is_armed = True
-        if channel_arm(c.channel, EPOLLIN):
-            return MORE
+        if state != MOVED or load32(&look.t.status) != PENDING:
+            break
+    c.was_looked_at = True
+    if may_send or load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
+        polled_kick(&c.polled)  # There is something to send, or to begin.
+    if state == WAITING and sleeps and load32(&look.t.status) == PENDING:
+        return fall_asleep(look)
     return NOTHING if state == WAITING else MORE if state == MOVED else FOR_WORKER
 
 
@@ -222,6 +245,8 @@ cdef void leave(Look *look, bint is_for_worker) noexcept nogil:
         if look.has_rung and c.channel.ops.rung != NULL:
             c.channel.ops.rung(c.channel)
         set_interest(c)
+        is_for_worker |= c.put_off or has_room(c)
+        c.put_off = False
     worker_return(w)
     # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
     if is_for_worker or load32(&c.polled.kicked) or is_last and (
@@ -249,25 +274,24 @@ cdef void await_answer(Transfer *t, Spin *spin, u64 until_ns) noexcept nogil:
         return
     look.t = t
     look.is_armed = True  # By its worker, perhaps.
-    look.has_rung = False
+    look.is_asleep = look.has_rung = False
     look.busy_ns = 0
     while load32(&t.status) == PENDING and now < until_ns:
         sleeps = not may_spin(spin, begun, now)
-        if sleeps and swap_if(&look.c.lookers, 1, ASLEEP) != 1:
-            break  # Others look, who take this one's answer, too.
         seen = look_once(&look, sleeps)
         has_answer = load32(&t.status) != PENDING
-        if sleeps:
+        if look.is_asleep:
             if seen == NOTHING and not has_answer:
                 doze(&look, until_ns - now)
+            look.is_asleep = False
             store32(&look.c.lookers, 1)
         elif seen == NOTHING and not has_answer and not await_ring(look.c):
             spin_turn(spin, now)
-        if has_answer or seen == FOR_WORKER or is_busy_for_long(&look, seen, now):
+        if has_answer or seen == OTHERS or seen == FOR_WORKER or is_busy_for_long(&look, seen, now):
             break
         if seen == IS_BUSY:
             sched_yield()
         now = now_ns()
     if now < begun + spin.most_ns:
         spin_paid(spin)
-    leave(&look, seen == FOR_WORKER and load32(&t.status) == PENDING)
+    leave(&look, seen == FOR_WORKER)  # Also if it has its outcome: what waits there need not be its answer.

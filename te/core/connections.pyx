@@ -78,10 +78,14 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
     cdef int i
     cdef Moved state = MOVED
     cdef bint hurried = False
+    c.put_off = load32(&c.lookers) == ASLEEP
+    if c.put_off:
+        return WAITING
+    c.was_looked_at = True
     for i in range(READS_PER_TURN):
         if load32(&c.link.dead) or c.queued_n > ACK_BACKLOG_BYTES:
             break
-        if is_held_back(c) or load32(&c.lookers) == ASLEEP:  # Who sleeps must not find the answer taken.
+        if is_held_back(c):
             return WAITING
         worker_obey(c.polled.worker)  # What calling threads want comes before more bytes.
         state = c.protocol.receive(c, False)
@@ -167,19 +171,23 @@ cdef bint on_arm(Polled *p) noexcept nogil:
 cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     """Ends a link with a transfer, or a connection, on which nothing moved for too long; whether one
     is suspected. This process itself may have been frozen: only silence after one more look at the
-    socket counts."""
+    channel counts, by the worker or by a calling thread that the worker leaves it to."""
     cdef Connection *c = <Connection *>p
     cdef Link *link = c.link
     cdef u64 limit = link.plane.stall_ns
-    cdef bint stalled
+    cdef bint stalled, is_proven
     pthread_mutex_lock(&link.lock)
     stalled = now > limit and is_stalled(link, now - limit)
     pthread_mutex_unlock(&link.lock)
     stalled |= c.out_left != 0 and now > c.progress_ns + limit
-    if not link.ops.check(link, stalled and c.suspect) and stalled and c.suspect:
+    is_proven = stalled and c.suspect and c.was_looked_at
+    if not link.ops.check(link, is_proven) and is_proven:
         link_die(link, STALLED, 0, NULL)
+    if not c.suspect:
+        c.was_looked_at = False
     c.suspect = stalled
-    if c.is_held_up:  # Nobody tells it if it could go on since the engine has less to wait for.
+    # Nobody tells one that is held up if it could go on since the engine has less to wait for.
+    if c.is_held_up or (stalled and not c.was_looked_at):
         polled_again(p)
     return stalled
 
@@ -223,7 +231,7 @@ cdef void connections_free(Link *link) noexcept nogil:
     store32(&link.connections_n, 0)
 
 
-cdef bint join(Link *link, u32 n) noexcept nogil:
+cdef bint count_in(Link *link, u32 n) noexcept nogil:
     """One connection more is alive; False if all that there were have gone."""
     cdef u32 alive = load32(&link.connections_alive)
     while alive or n == 0:
@@ -233,8 +241,8 @@ cdef bint join(Link *link, u32 n) noexcept nogil:
     return False
 
 
-cdef void part(Link *link, u32 n) noexcept nogil:
-    """One that has joined could not be used."""
+cdef void count_out(Link *link, u32 n) noexcept nogil:
+    """One that was counted could not be used."""
     if add32(&link.connections_alive, -1) == 0 and n:
         link_close(link)
     add32(&link.refs, -1)
@@ -246,7 +254,7 @@ cdef int connection_add(
     cdef Connection *c
     cdef u32 n = load32(&link.connections_n)
     cdef int errnum
-    if not join(link, n):
+    if not count_in(link, n):
         channel.ops.free(channel)
         return EPIPE
     c = <Connection *>need(sizeof(Connection))
@@ -272,7 +280,7 @@ cdef int connection_add(
         channel.is_taken = False
         link.connections[n] = NULL
         connection_free(c)
-        part(link, n)
+        count_out(link, n)
         return errnum
     store32(&link.connections_n, n + 1)
     if n == 0:

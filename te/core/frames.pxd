@@ -20,7 +20,7 @@ cdef enum Moved:
     MOVED  # and there may be more
     WAITING  # the kernel has nothing now, or takes nothing
     LOST  # the link dies
-    NO_ANSWER  # what comes next is for the worker's own thread
+    LEFT_TO_WORKER  # what comes next is for the worker's own thread
     TAKEN  # another thread runs the worker: this one touches nothing of it, and has not its turn any more
 
 cdef struct Connection
@@ -32,7 +32,7 @@ cdef struct Protocol:
     bint moves_payload
     # One step: a call to the kernel, or what follows from a complete item. It may set `is_away`, give up
     # the turn while it waits for another process, and return TAKEN. `answers_only`: by a calling thread, which
-    # leaves all else to the worker: NO_ANSWER, and the connection is kicked.
+    # leaves all else to the worker: LEFT_TO_WORKER, and the connection is kicked.
     Moved (*receive)(Connection *c, bint answers_only) noexcept nogil
     # Sends what there is, in at most so many calls.
     Moved (*send)(Connection *c, int turns) noexcept nogil
@@ -53,9 +53,13 @@ cdef struct Connection:
     Channel *channel
     u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
     u32 watched  # what epoll tells its worker of
-    u32 lookers  # atomic: calling threads that look for an answer here, so that its worker does not; or ASLEEP
+    # Atomic: calling threads that look for an answer here, so that its worker is not woken for what comes; or
+    # ASLEEP, which is set in the worker's turn: then the worker does not read, either.
+    u32 lookers
+    bint put_off  # the worker was to read meanwhile: who slept has it do so when he leaves
     u32 gone  # atomic
     bint suspect
+    bint was_looked_at  # by whoever reads, since it is suspected
     u64 progress_ns
     bint is_held_up  # what is to be received waits for a slot, or for memory of another process
     u32 is_away  # atomic: a thread that is not its worker's copies for it, and gives it a turn after that
@@ -77,7 +81,7 @@ cdef struct Connection:
 cdef inline Moved leave_to_worker(Connection *c) noexcept nogil:
     """In a turn that is lent: who has it kicks the connection in the end."""
     store32(&c.polled.kicked, 1)
-    return NO_ANSWER
+    return LEFT_TO_WORKER
 
 
 # Small frames, behind the one under way.

@@ -118,7 +118,9 @@ cdef struct Transfer:
     # When it last moved on, or the one before it was over: the first of a link is judged by it. What
     # moves of others must not keep its memory in use.
     u64 progress_ns
-    Polled *answered_by  # the connection whose calling threads may wait for its answer; NULL: only its worker
+    # The connection that the answer comes by, where calling threads may look for it: of what one frame writes. NULL:
+    # workers alone take it.
+    Polled *answered_by
     int code
     Notice notice
     Command submitting, cancelling  # the owner's to carry out

@@ -36,7 +36,7 @@ cdef void sending_submit(Transfer *t) noexcept nogil
 cdef Moved sending_send(Connection *c, int turns) noexcept nogil
 cdef bint sending_leave(Connection *c) noexcept nogil
 
-# An acknowledgement has come, with `state`: that; or LOST after a violation. NO_ANSWER if the turn is lent, and
+# An acknowledgement has come, with `state`: that; or LOST after a violation. LEFT_TO_WORKER if the turn is lent, and
 # another worker has the link's lock: the connection's next step takes it again.
 cdef Moved acknowledged(Connection *c, Moved state) noexcept nogil
 # This side does not let a reply land: the read of that number ends. Under the link's lock.

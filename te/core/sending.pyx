@@ -233,7 +233,8 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         if t.is_reply:  # A peer that takes all and confirms nothing is not to keep more than it must.
             transfer_made(t)
     t.in_flight += 1
-    if not t.is_read:  # Its replies are for workers alone.
+    # The replies to a read are for workers alone; and several frames may be taken in any order.
+    if not t.is_read and payload_of(c).frame.head.nbytes == t.total:
         store_pointer(&t.answered_by, c)
 
 

@@ -209,7 +209,7 @@ cdef void worker_obey(Worker *w) noexcept nogil:
 
 
 cdef void end_commands(Worker *w) noexcept nogil:
-    """Runs what has come until now. What comes later is run by who orders it."""
+    """Runs what has come until now. Nothing can be ordered after that (`worker_put`)."""
     take_commands(w, &ENDED)
     worker_obey(w)
 

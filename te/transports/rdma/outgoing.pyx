@@ -172,7 +172,8 @@ cdef void outgoing_ask(Connection *c) noexcept nogil:
     while t != NULL:
         link.issue = t.after
         advance(t, BEGINS)
-        store_pointer(&t.answered_by, c)
+        if not t.is_read:  # Whose end a completion tells the worker.
+            store_pointer(&t.answered_by, c)
         h = header_of(ASK if t.n else <uint8_t>END, t.id, t.tag, t.total)
         if t.n == 0:
             advance(t, ALL_SENT)
@@ -221,7 +222,7 @@ cdef bint outgoing_acknowledged(Connection *c) noexcept nogil:
     cdef bint known
     if not check_reason(c):
         return False
-    pthread_mutex_lock(&link.lock)
+    pthread_mutex_lock(&link.lock)  # All that is RDMA's has one worker: whose turn this is has it at once.
     t = <Transfer *>map_get(&link.by_id, h.transfer)
     store64(&link.progress_ns, now_ns())
     if t != NULL:
