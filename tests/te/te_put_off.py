@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process whose threads stand still where they seldom would, by ``callers.c``: for tests that
+start it with the name of one of the functions. It ends well, or says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, header, segment, trailer
+from te_raw import RawListener, read_exactly
+
+import te
+
+TIMEOUT_S: Final = 30.0
+FAR: Final = 1 << 20
+NBYTES: Final = 1 << 12
+#: Who waits sleeps at once, if nothing is there.
+CONFIG: Final = te.Config(
+    transports=("tcp",),
+    workers=1,
+    rails=1,
+    spin_s=0.0,
+    connect_timeout_s=TIMEOUT_S,
+    stall_timeout_s=2 * TIMEOUT_S,
+)
+_hooks: Final = ctypes.CDLL(None)
+
+
+def number(name: str) -> ctypes.c_int:
+    return ctypes.c_int.in_dll(_hooks, name)
+
+
+def write_for_ever(peer: te.Peer, src: Any) -> te.Transfer:
+    """Nobody answers it."""
+    return peer.write(te.Blocks.of(src.ctypes.data, FAR, src.nbytes))
+
+
+def wait_in_vain(transfer: te.Transfer, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        transfer.wait(timeout_s)
+        raise AssertionError(transfer)
+
+
+def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
+    """The whole reply to a read is there when its worker takes the payload, and the trailer with
+    it: nothing more comes. Meanwhile a caller looks in vain for the worker's turn."""
+    src, dst = np.zeros(NBYTES, np.uint8), np.zeros(NBYTES, np.uint8)
+    with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
+        engine.register(src)
+        engine.register(dst)
+        peer, sock = listener.connect(engine)
+
+        def answer_reads() -> None:
+            while data := read_exactly(sock, HEADER.size):
+                kind, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
+                if kind == Kind.SEGMENT:
+                    read_exactly(sock, LANDING.itemsize * count + nbytes + len(trailer()))
+                else:
+                    read_exactly(sock, BLOCK.itemsize * count)
+                    landings = [(dst.ctypes.data, NBYTES)]
+                    head = segment(1, transfer, landings, NBYTES, flags=REPLY)
+                    sock.sendall(head + bytes([9]) * NBYTES + trailer())
+
+        threading.Thread(target=answer_reads, daemon=True).start()
+        write = write_for_ever(peer, src)
+        wait_in_vain(write, 0.01)
+        number("slow_worker_us").value = 200_000
+        read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
+        while not number("workers_reading").value:
+            time.sleep(0.001)
+        number("slow_caller_us").value = 600_000
+        wait_in_vain(write, 0.01)
+        assert number("callers_put_off").value == 1
+        assert read.wait(TIMEOUT_S) is te.Status.DONE
+        assert (dst == 9).all()
+
+
+def a_peer_answers_without_end() -> None:
+    src = np.zeros(NBYTES, np.uint8)
+    with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
+        engine.register(src)
+        peer, _ = listener.connect(engine)
+        # Of a transfer that is not known any more: that is no violation.
+        late = header(Kind.ACK, status=AckStatus.PROGRESS, transfer=1 << 40, nbytes=1)
+        (ctypes.c_char * len(late)).in_dll(_hooks, "flood").raw = late
+        number("flood_nbytes").value = len(late)
+        number("is_flooded").value = 1
+        wait_in_vain(write_for_ever(peer, src), 0.01)
+        assert peer.alive
+        number("is_flooded").value = 0
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

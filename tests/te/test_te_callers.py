@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calling threads that stand still, or move bytes, hold up nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from te_built import built_once
+from te_frames import BLOCK, HEADER, LANDING, REPLY, Kind, ack, segment, trailer
+from te_frozen import FrozenMemory, frozen_memory
+from te_raw import raw_destination, read_exactly, take_hello, welcome
+
+import te
+
+TIMEOUT_S: Final = 60.0
+#: Far less, and far more than a thread is off its processor.
+SOON_S: Final = 20.0
+NBYTES: Final = 1 << 12
+SOURCE: Final = Path(__file__).with_name("callers.c")
+HOOKS: Final = "callers.so"
+FAR: Final = 1 << 20
+PATIENT: Final[dict[str, Any]] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
+DONE, PENDING = te.Status.DONE, te.Status.PENDING
+
+
+# -- what it does under the link's lock
+
+
+class TwoRails:
+    """A link to a destination by hand, with two connections: the first is its owner's."""
+
+    def __init__(self, engine: te.Engine) -> None:
+        with raw_destination() as (listener, card), ThreadPoolExecutor(1) as pool:
+            dialled = pool.submit(engine.connect, card, TIMEOUT_S)
+            self.rails = []
+            for _ in range(2):
+                sock = listener.accept()[0]
+                sock.settimeout(TIMEOUT_S)
+                sock.sendall(welcome(take_hello(sock), rails=2))
+                self.rails.append(sock)
+            self.peer: te.Peer = dialled.result(TIMEOUT_S)
+
+    def take(self, kind: Kind) -> tuple[int, socket.socket]:
+        """The number of the transfer whose frame is the next; and where it came."""
+        ready, _, _ = select.select(self.rails, [], [], TIMEOUT_S)
+        data = read_exactly(ready[0], HEADER.size)
+        assert data is not None
+        found, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
+        assert found == kind
+        behind = BLOCK.itemsize * count
+        if kind == Kind.SEGMENT:
+            behind = LANDING.itemsize * count + nbytes + len(trailer())
+        assert read_exactly(ready[0], behind) is not None
+        return transfer, ready[0]
+
+    def reply(self, rail: int, transfer: int, address: int, data: bytes) -> None:
+        """To a read, by one of the connections."""
+        head = segment(transfer, transfer, [(address, len(data))], len(data), flags=REPLY)
+        self.rails[rail].sendall(head + data + trailer())
+
+    def close(self) -> None:
+        for sock in self.rails:
+            sock.close()
+
+
+@contextlib.contextmanager
+def two_rails(*memory: Any) -> Iterator[TwoRails]:
+    config = te.Config(transports=("tcp",), workers=2, rails=2, **PATIENT)
+    with te.Engine(config) as engine:
+        for one in memory:
+            if isinstance(one, FrozenMemory):
+                engine.register(one.address, one.nbytes)
+            else:
+                engine.register(one)
+        with contextlib.closing(TwoRails(engine)) as link:
+            yield link
+
+
+@pytest.mark.userfaultfd
+def test_a_write_whose_memory_does_not_answer_holds_up_no_other_connection() -> None:
+    """Its owner sends it, in its turn, and waits for a page. The link's lock is for the others."""
+    back = np.zeros(NBYTES, np.uint8)
+    whole = np.full(NBYTES, 3, np.uint8)
+    with (
+        frozen_memory(NBYTES) as into,
+        frozen_memory(NBYTES) as out,
+        two_rails(into, out, back) as link,
+    ):
+        holding = link.peer.read(te.Blocks.of(FAR, into.address, NBYTES))
+        held_number, _ = link.take(Kind.READ)
+        read = link.peer.read(te.Blocks.of(FAR, back.ctypes.data, NBYTES))
+        read_number, _ = link.take(Kind.READ)
+        # The owner stands still, so that it carries the next command out itself.
+        link.reply(0, held_number, into.address, whole.tobytes())
+        into.wait_until_touched()
+        write = link.peer.write(te.Blocks.of(out.address, FAR, NBYTES))
+        into.serve(whole)
+        out.wait_until_touched()
+        link.reply(1, read_number, back.ctypes.data, whole.tobytes())
+        assert read.wait(SOON_S) is DONE
+        assert (back == whole).all()
+        assert write.poll() is PENDING
+        out.serve(whole)
+        assert holding.wait(TIMEOUT_S) is DONE
+        number, rail = link.take(Kind.SEGMENT)
+        rail.sendall(ack(number, 0))
+        assert write.wait(TIMEOUT_S) is DONE
+
+
+# -- where it stands still
+
+
+def _build(folder: Path) -> None:
+    command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([*command, "-o", str(folder / HOOKS), str(SOURCE)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what", ["a_worker_reads_while_a_caller_goes_to_sleep", "a_peer_answers_without_end"]
+)
+def test_a_caller_that_is_put_off_loses_nothing_and_keeps_nothing(what: str) -> None:
+    preloaded = f"{os.environ.get('LD_PRELOAD', '')} {built_once([SOURCE], _build) / HOOKS}"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("te_put_off.py")), what],
+        env={
+            **os.environ,
+            "LD_PRELOAD": preloaded.strip(),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
