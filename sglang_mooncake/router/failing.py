@@ -25,6 +25,7 @@ __all__ = [
     "late",
     "refused",
     "talking_to",
+    "without_frames",
     "words_of",
 ]
 
@@ -67,6 +68,16 @@ class Failed(Exception):
         if self.kind == "answered":
             return self.status in _TRY_AGAIN
         return self.kind != "late"
+
+
+def without_frames(failed: Failed) -> Failed:
+    """The same without the frames that it came through: they have the request's body, and refer to
+    it, so that a search for cycles of garbage alone would let the body go."""
+    error: BaseException | None = failed
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    return failed
 
 
 @contextmanager

@@ -306,7 +306,10 @@ class _Attempt:
     ) -> web.StreamResponse:
         first_s = self._forwarder.clock()
         self._course.first_s = first_s - self._begun_s
-        prefilled = (await prefill).answer if self._merges else b""
+        prefilled = b""
+        if self._merges:
+            await asyncio.wait({prefill})  # Whose end is not the attempt's.
+            prefilled = prefill.result().answer
         upstream = begun.response
         answer = web.StreamResponse(status=upstream.status)
         for name, value in upstream.headers.items():

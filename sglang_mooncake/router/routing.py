@@ -19,7 +19,7 @@ from aiohttp import web
 from bootstrap_server.admission.refusals import Pace
 from bootstrap_server.decoding import excerpt
 from sglang_mooncake.router.choice import Chooser
-from sglang_mooncake.router.failing import Failed
+from sglang_mooncake.router.failing import Failed, without_frames
 from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
 from sglang_mooncake.router.headers import request_headers
@@ -133,7 +133,7 @@ class Routing:
             try:
                 response = await self._attempt(ask, chosen, request, course)
             except Failed as error:
-                failed = error
+                failed = without_frames(error)
                 self._note(error)
                 if not error.may_retry:
                     break

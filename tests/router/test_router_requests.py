@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import tracemalloc
 from asyncio import StreamReader as Reader
 from asyncio import StreamWriter as Writer
 from collections.abc import AsyncIterator
@@ -707,6 +709,63 @@ def test_a_late_server_ends_the_request(role: str) -> None:
             assert "--request-timeout-secs" in answer["error"]["message"]
             assert len(world.decode[0].asked) == 1
             assert world.known(world.prefill[0]).under_way == 0
+
+    run(job())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_prefill_server_that_ends_no_answer_is_the_late_one(leaves: bool) -> None:
+    """Although the decode server has begun its answer, which needs the other's."""
+
+    async def begins(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(as_event(with_logprobs(1)))
+        await asyncio.Event().wait()
+        return response
+
+    async def job() -> None:
+        async with World(request_timeout_s=60.0 if leaves else 0.2, retries=0) as world:
+            world.prefill[0].answer, world.decode[0].answer = never_answers, begins
+            asked = asyncio.create_task(world.ask(text="a", stream=True, **LOGPROBS))
+            await until(lambda: world.decode[0].asked)
+            if leaves:
+                asked.cancel()
+            else:
+                status, answer = await asked
+                assert status == 504
+                assert "prefill server http" in str(answer)
+            for server in (world.prefill[0], world.decode[0]):
+                await until(lambda: server.others)  # noqa: B023
+                assert "/abort_request" in str(server.others)
+            await world.idle()
+
+    run(job())
+
+
+@pytest.mark.parametrize("answer", [answers({"error": {"message": "no"}}, 400), hangs_up])
+def test_a_request_that_fails_leaves_its_body_to_no_search_for_garbage(answer: Any) -> None:
+    async def job() -> None:
+        async with World(retries=0, max_body_bytes=2_000_000) as world:
+            world.prefill[0].answer = world.decode[0].answer = answer
+            await world.ask(text="a")
+            await world.idle()
+            gc.collect()
+            gc.disable()
+            try:
+                tracemalloc.start()
+                for _ in range(10):
+                    await world.ask(text="a" * 1_000_000)
+                    for server in (world.prefill[0], world.decode[0]):
+                        server.asked.clear()
+                        world.known(server).served()
+                await world.idle()
+                kept, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+                gc.enable()
+            assert kept < 10_000_000  # The servers of the test have the last one.
 
     run(job())
 
