@@ -61,7 +61,7 @@ def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
                 kind, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
                 if kind == Kind.SEGMENT:
                     read_exactly(sock, LANDING.itemsize * count + nbytes + len(trailer()))
-                else:
+                elif kind == Kind.READ:
                     read_exactly(sock, BLOCK.itemsize * count)
                     landings = [(dst.ctypes.data, NBYTES)]
                     head = segment(1, transfer, landings, NBYTES, flags=REPLY)
