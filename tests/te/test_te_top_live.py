@@ -30,11 +30,13 @@ from te.top import command
 
 TIMEOUT_S = 60.0
 TE = [sys.executable, "-m", "te.cli", "top"]
-#: The same, for engines that may stand still for seconds before they answer.
+#: The same, for engines that may stand still for seconds before they answer. What a shell starts in
+#: the background ignores SIGINT, and so would all that these tests start.
 PATIENT = [sys.executable, "-c", f"""
-import sys
+import signal, sys
 from te import cli
 from te.top import command
+signal.signal(signal.SIGINT, signal.default_int_handler)
 command.TIMEOUT_S = {TIMEOUT_S}
 sys.exit(cli.main())
 """, "top"]  # fmt: skip
