@@ -23,7 +23,7 @@ from kvstore.membership.directory import Directory
 from kvstore.memory.policies import POLICIES
 from kvstore.metrics.http import MetricsServer
 from kvstore.networking import config_of
-from kvstore.serving import allow_open_files, serve, serve_beside
+from kvstore.serving import allow_open_files, lock_of, serve, serve_beside
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
@@ -204,7 +204,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     with contextlib.closing(Directory(config.directory)):
         place = Place(config.directory)
-        lock = place.lock()
+        lock = lock_of(config, place)
         if lock is None:
             serve_beside(config, told)
         else:

@@ -11,8 +11,10 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -20,24 +22,28 @@ from logging.handlers import RotatingFileHandler
 from typing import Any, Final
 
 import te
+from kvstore.client.deadline import Deadline
 from kvstore.config import CHUNK_BYTES_MAX, Config
 from kvstore.host import agreement
 from kvstore.host.hosting import Brought, Hosting
+from kvstore.host.messages import BYTES_MAX, Farewell, Join, decode, encode
 from kvstore.host.place import Lock, Place
 from kvstore.host.starting import STARTED
 from kvstore.membership.directory import Directory
 from kvstore.memory.host_memory import check_room
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.memory.slab import Slab
+from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
-__all__ = ["allow_open_files", "main_of_started", "serve", "serve_beside"]
+__all__ = ["allow_open_files", "lock_of", "main_of_started", "serve", "serve_beside"]
 
 logger = logging.getLogger(__name__)
 
 LOG_BYTES_MAX: Final = 1 << 20
 """Of each of two files."""
 LABEL: Final = "store of this host"
+GIVE_WAY_TIMEOUT_S: Final = 10.0
 TRANSIT_BYTES: Final = 8 * CHUNK_BYTES_MAX
 """Memory of an owner that lends none, by way of which objects come from other hosts and go to them.
 It takes what it needs of it."""
@@ -92,6 +98,33 @@ def serve(
     except BaseException:
         hosting.close(is_left=is_left)
         raise
+
+
+def lock_of(config: Config, place: Place) -> Lock | None:
+    """The right to own the host's store; None if another process does, and has memory. One that has
+    none is asked to give way."""
+    until = Deadline(GIVE_WAY_TIMEOUT_S)
+    while (lock := place.lock()) is None and not until.is_over:
+        if _owns_memory(config, place, until):
+            return None
+        time.sleep(0.05)
+    return lock
+
+
+def _owns_memory(config: Config, place: Place, until: Deadline) -> bool:
+    """Of the host's owner; False if it gives way, or does not listen now."""
+    join = Join(VERSION, agreement.wishes(config), agreement.pool(config))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.settimeout(max(until.left_s, 0.001))
+        try:
+            line.connect(str(place.socket))
+            line.send(encode(join))
+            raw, fds, _, _ = socket.recv_fds(line, BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+            for fd in fds:
+                os.close(fd)
+            return bool(raw) and not isinstance(decode(raw), Farewell)
+        except (OSError, ValueError):
+            return False
 
 
 def serve_beside(config: Config, started: Callable[[Store], AbstractContextManager[None]]) -> None:

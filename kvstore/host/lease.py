@@ -46,7 +46,8 @@ JOIN_TIMEOUT_S: Final = 30.0
 memory, or the last owner may have to write much to a disk."""
 CLOSE_TIMEOUT_S: Final = 10.0
 GIVEN_WAY_S: Final = 10.0
-"""So long a process starts no owner behind one that has given way to another."""
+"""So long a process starts no owner behind one that has given way to another, or was an
+operator's."""
 REMINDER_S: Final = 0.1
 """So long behind the first reminder the thread does what it is reminded of."""
 
@@ -171,7 +172,9 @@ class Lease:
                 self._starting = None
                 if why:
                     raise Refusal(why)
-        may_start = not self._is_service and time.monotonic() >= self._start_s
+        # What an operator has ended he starts again; one without memory gives way to that.
+        is_his = self._is_service and bool(self._config.memory)
+        may_start = not is_his and time.monotonic() >= self._start_s
         if self._starting is None and may_start:
             try:
                 self._start()
@@ -185,7 +188,8 @@ class Lease:
         lock = self._place.lock()
         if lock is not None:
             try:
-                self._starting = Starting(agreement.wished(self._config, self._was), lock)
+                was = {} if self._is_service else self._was
+                self._starting = Starting(agreement.wished(self._config, was), lock)
             finally:
                 lock.close()  # The owner has it.
 
@@ -292,11 +296,12 @@ class Lease:
             raw = line.recv(BYTES_MAX)
         with contextlib.suppress(ValueError):
             farewell = decode(raw) if raw else None
-            if isinstance(farewell, Farewell) and farewell.gives_way:
-                self._start_s = time.monotonic() + GIVEN_WAY_S
-            elif isinstance(farewell, Farewell):
+            gives_way = isinstance(farewell, Farewell) and farewell.gives_way
+            if isinstance(farewell, Farewell) and not gives_way:
                 self._is_service = True
                 logger.info("the owner of this host's store was ended")
+            if gives_way or self._is_service:
+                self._start_s = time.monotonic() + GIVEN_WAY_S
         line.close()
         self._line = None
         logger.warning(

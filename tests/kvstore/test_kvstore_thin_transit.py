@@ -5,19 +5,22 @@ way of its owner. Another host is here a process that lends memory by itself."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_host import end_all, is_alive, kill, pid_of, shared
+from store_host import end_all, is_alive, kill, pid_of, pids, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
+from kvstore.host.place import Place
 from kvstore.host.pool import HostPool
 from kvstore.large import LargeObjects
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.serving import lock_of
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -187,3 +190,37 @@ def test_it_gives_way_to_one_that_lends(directory: Path, host: Store, other: Sto
         assert lender.exists(names, SIG, NBYTES).all()
         with Store(shared(directory, 0)) as guest:
             assert pid_of(guest) == pid_of(lender) != os.getpid()
+
+
+def test_it_gives_way_to_an_operator_s_and_comes_back_behind_that(
+    directory: Path,
+    host: Store,
+    other: Store,
+    start_lending: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room, first = put_all(host), pid_of(host)
+    lender = start_lending()
+    until(lambda: pid_of(host) == lender.pid, "it uses the operator's")
+    assert not is_alive(first)
+    until(lambda: len(known_to(host)) == 2, "that one knows the other host's")
+    monkeypatch.setattr("kvstore.host.lease.GIVEN_WAY_S", 0.5)
+    lender.kill()
+    lender.wait()
+    until(lambda: pids(directory) and pid_of(host) in pids(directory), "there is one of its own")
+    until(lambda: len(known_to(host)) == 2, "it knows the other host's")
+    assert is_right(host, room)
+    assert host.status().memory == 0
+
+
+def test_an_operator_s_stands_beside_one_that_has_memory(
+    directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
+) -> None:
+    try:
+        with Store(shared(directory)) as store:
+            owner = pid_of(store)
+            start_lending()
+            assert pid_of(store) == owner
+            assert lock_of(config(directory, MIB), Place(directory)) is None
+    finally:
+        end_all(directory)
