@@ -154,8 +154,14 @@ def test_memory_that_the_processor_cannot_read_takes_the_same_way(
 def test_copies_lie_at_several_hosts(directory: Path, other: Store, host: Store) -> None:
     with Store(shared(directory, 0, copies=2)) as two, Store(config(directory, 64 * MIB)) as third:
         until(lambda: len(known_to(host)) == 3, "the owner knows both")
-        put_all(two)
+        room = put_all(two)
         assert of_its_own(other) == of_its_own(third) == N
+        other.close()
+        until(lambda: len(known_to(host)) == 2, "one has gone")
+        with Store(config(directory, 64 * MIB)) as fourth:
+            until(lambda: len(known_to(host)) == 3, "the owner knows the new one")
+            assert set(two.put(KEYS, SIG, room.pieces)) <= {Put.EXISTS, Put.STORED}
+            assert of_its_own(fourth) == N
 
 
 def test_without_another_host_nothing_is_stored(host: Store) -> None:
