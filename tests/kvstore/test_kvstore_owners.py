@@ -109,9 +109,9 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
         assert outcomes <= {Got.TIMED_OUT, Got.UNREACHABLE, Got.MISSING}, outcomes
         assert len(store._rooms._free) == ROOMS
         assert time.monotonic() - begun_s < TIMEOUT_S
-        assert set(store.put(keys(2, 9), SIG, room.pieces.of([0, 1]), timeout_s=0.3)) == {
-            Put.UNREACHABLE
-        }
+        # Late, where the get was over before it took the owner for lost, so that the put asks it.
+        stored = set(store.put(keys(2, 9), SIG, room.pieces.of([0, 1]), timeout_s=0.3))
+        assert stored <= {Put.UNREACHABLE, Put.TIMED_OUT}, stored
         until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "it is not used meanwhile")
         far.signal(signal.SIGCONT)
         sees(store)
