@@ -108,8 +108,12 @@ async def begin_of(content: StreamReader, bytes_max: int) -> bytes:
 
 
 async def refused(server: Server, response: ClientResponse) -> Failed:
-    """What a server's answer with the status of an error says."""
+    """What a server's answer with the status of an error says. One that sends to another place is
+    an error, too: where requests go is not for servers to say."""
     raw = await begin_of(response.content, ERROR_BYTES_MAX)
+    if response.status < HTTPStatus.BAD_REQUEST:
+        sentence = f"answered with status {response.status}, which is not followed"
+        return Failed(server, "answered", sentence)
     failure = error_in(raw)
     sentence = raw.decode(errors="replace")[:1000] if failure is None else failure[1]
     sentence = f"answered with status {response.status}: {sentence}"

@@ -139,7 +139,9 @@ class Forwarder:
         """The head of an answer. The caller looks at the time."""
         # A long body is sent in pieces, between which others have their turn.
         data = raw if len(raw) <= LONG_BYTES else BytesIO(raw)
-        return await self._session.post(url, data=data, headers=headers, timeout=self._timeout)
+        return await self._session.post(
+            url, data=data, headers=headers, timeout=self._timeout, allow_redirects=False
+        )
 
     def later(self, job: Coroutine[Any, Any, None]) -> bool:
         """Does it in the background; False if too much is under way there already."""
@@ -162,6 +164,7 @@ class Forwarder:
                     name: text for name, text in headers.items() if name.lower() != "content-type"
                 },
                 timeout=aiohttp.ClientTimeout(total=ABORT_S),
+                allow_redirects=False,
             ):
                 pass
 
@@ -258,7 +261,7 @@ class _Attempt:
         raw = bytearray()
         with talking_to(server):
             async with await self._post(server) as response:
-                if response.status >= HTTPStatus.BAD_REQUEST:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
                     raise await refused(server, response)
                 async for chunk in response.content.iter_any():
                     if len(raw) + len(chunk) <= self._forwarder.answer_bytes_max:
@@ -278,7 +281,7 @@ class _Attempt:
         with talking_to(server):
             response = await self._post(server)
             try:
-                if response.status >= HTTPStatus.BAD_REQUEST:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
                     raise await refused(server, response)
                 first = await self._first_bytes(response)
             except BaseException:

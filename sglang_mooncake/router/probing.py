@@ -47,7 +47,9 @@ class Prober:
         most = self._options.health_failures
         url = f"{server.url}/health"
         try:
-            async with self._session.get(url, timeout=self._timeout) as response:
+            async with self._session.get(
+                url, timeout=self._timeout, allow_redirects=False
+            ) as response:
                 status = response.status
         except (aiohttp.ClientConnectorError, UnicodeError) as error:
             note_failure(server, str(error), self._clock(), 1)

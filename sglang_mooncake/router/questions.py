@@ -58,6 +58,7 @@ async def ask(
             data=raw or None,
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=ANSWER_S + wait_s, sock_connect=CONNECT_S),
+            allow_redirects=False,
         ) as response:
             answer = await begin_of(response.content, ANSWER_BYTES_MAX + 1)
     except NO_ANSWER as error:

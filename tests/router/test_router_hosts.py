@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
-from router_world import World, run, until
+from aiohttp import web
+from router_world import FakeServer, World, never_answers, run, until
 
-from sglang_mooncake.router import each
+from sglang_mooncake.router import each, forwarding
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.servers import Server
 
@@ -34,6 +36,31 @@ def test_a_server_whose_host_is_no_name_fails_alone(host: str) -> None:
                 assert (await world.ask(text="a"))[0] == 200
             assert not bad.is_well
             assert len(good.asked) == 2
+
+    run(job())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_server_sends_the_router_nowhere_else(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", 0.02)
+
+    async def elsewhere(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"{other.url}/elsewhere")
+
+    world = World(retries=0)
+    one, other = world.prefill[0], world.decode[0]
+    if role == "decode":
+        one, other = other, one
+
+    async def job() -> None:
+        async with world:
+            one.answer, other.answer = elsewhere, never_answers
+            status, answer = await world.ask(text="a")
+            assert status == 502
+            assert f"{role} server {one.url}: answered with status 307" in str(answer)
+            assert "/elsewhere" not in [path for path, _ in other.others]
 
     run(job())
 
