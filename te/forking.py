@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from typing import Final, Protocol
 
 __all__ = ["Origin", "let_go_in_child"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Origin:
@@ -38,8 +42,14 @@ def let_go_in_child(one: LetsGo) -> None:
 
 
 def _let_go() -> None:
+    failed = []
     for one in list(_KNOWN):
-        one.let_go()
+        try:
+            one.let_go()
+        except Exception as exc:  # noqa: BLE001 - the others must be let go, too
+            failed.append((one, exc))
+    for one, exc in failed:
+        logger.error("a child of fork keeps a part of %r of its parent", one, exc_info=exc)
 
 
 os.register_at_fork(after_in_child=_let_go)

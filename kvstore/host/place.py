@@ -45,9 +45,9 @@ class Lock:
 
     def close(self) -> None:
         """This process does not need it any more. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1  # The number is soon another file's.
+        fd, self.fd = self.fd, -1  # First: the number is soon another file's, in a child, too.
+        if fd >= 0:
+            os.close(fd)
 
     let_go = close
 

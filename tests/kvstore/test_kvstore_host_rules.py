@@ -259,6 +259,17 @@ def test_the_lock_is_one_process_s_and_remembers_a_memory(directory: Path) -> No
     again.close()
 
 
+def test_a_lock_that_is_closed_in_another_way_names_no_other_file(directory: Path) -> None:
+    """As by who closes all descriptors before it forks."""
+    lock = Place(directory).lock()
+    assert lock is not None
+    os.close(lock.fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        lock.close()
+    assert lock.fd == -1
+    lock.close()
+
+
 def test_another_user_s_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
