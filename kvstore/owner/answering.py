@@ -83,6 +83,7 @@ class Answerer:
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
         self._closing = False
+        self._is_left = False  # Closed, with answers under way.
         self._strange = RateLimitedLog(logger)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -109,6 +110,8 @@ class Answerer:
             thread.join(max(until_s - time.monotonic(), 0.0))
         open_ = sum(thread.is_alive() for thread in lines.values())
         if open_:
+            self._is_left = True
+            self._owner.keep_file()
             logger.warning(
                 "%d connections of this host still have an answer under way; they are left", open_
             )
@@ -148,8 +151,11 @@ class Answerer:
         except (OSError, ValueError) as exc:
             if not self._closing:
                 self._strange.warn("a connection of a process of this host is ended: %s", exc)
-        except Exception:
-            logger.exception("a bug in the store: a connection is ended")
+        except Exception as exc:
+            if self._is_left:  # The owner's threads have ended, for example.
+                logger.info("an answer has come to nothing behind the owner's end: %s", exc)
+            else:
+                logger.exception("a bug in the store: a connection is ended")
         finally:
             with self._lock:
                 del self._lines[line]
@@ -199,8 +205,10 @@ class Answerer:
                 line.send(encode(reply if isinstance(reply, Refused) else Refused("greet first")))
                 return None
             tray = Mapped(fds[0])
-            if tray.nbytes < TRAY_BYTES:
-                raise ValueError(f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES} are needed")
+            if tray.nbytes < TRAY_BYTES + NONCE_NBYTES:
+                raise ValueError(
+                    f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES + NONCE_NBYTES} are needed"
+                )
             client: Reached | str | None = None
             if self._shared and reply.lends and greet.tray_address:
                 client = reached(line, fds[0], tray, greet.tray_address)

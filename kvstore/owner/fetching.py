@@ -12,7 +12,7 @@ from kvstore.owner.answers import keys_of
 from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import Answer, Done, Fetch, Fetched, Refused, Unread
-from kvstore.protocol.reach import Reached
+from kvstore.protocol.reach import NONCE_NBYTES, Reached
 from kvstore.rules.object_table import Claim
 
 __all__ = ["Fetching"]
@@ -42,10 +42,11 @@ class Fetching:
             # Of the first line it could, perhaps: then it is copied out of the tray.
             return Unread("the memory of the process at this line cannot be read")
         words = (len(keys) + 1) * question.pieces
-        if not len(keys) or len(question.keys) % KEY_BYTES or 8 * words > self._tray.nbytes:
+        room = self._tray.nbytes - NONCE_NBYTES
+        if not len(keys) or len(question.keys) % KEY_BYTES or 8 * words > room:
             return Refused(
                 f"{len(question.keys)} bytes of keys with {question.pieces} pieces each do not fit"
-                f" a tray of {self._tray.nbytes}"
+                f" a tray of {room}"
             )
         # A copy: the other side may change it at any time.
         told = np.frombuffer(self._tray.memory, "<u8", words).reshape(-1, question.pieces).copy()
@@ -62,6 +63,7 @@ class Fetching:
             self._held = claim, sums
             if not client.is_same:
                 self.drop()
+                self._forget_client()
                 return Unread("another process was read than the one at this line")
         return Fetched([one.value for one in claim.verdicts])
 
@@ -82,5 +84,10 @@ class Fetching:
     def close(self) -> None:
         """The connection has ended."""
         self.drop()
-        if self._client is not None:
-            self._client.close()
+        self._forget_client()
+
+    def _forget_client(self) -> None:
+        """Its memory is not read any more."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()

@@ -97,6 +97,7 @@ class Owner:
         slab = Slab(config.memory, config.chunk_bytes_used)
         self._slab = slab
         self._file: SlabFile | None = None
+        self._keeps_file = False
         self._lock = threading.Lock()
         self._log = ChangeLog(CHANGES_KEPT)
         #: Called whenever there are new changes, in the thread that has made them: those of this
@@ -211,8 +212,14 @@ class Owner:
             if self._tiering is not None:
                 self._tiering.close(DRAIN_S if self._file is None else 0.0)
             self._removed.close()
-        if self._file is not None:
+        if self._file is not None and not self._keeps_file:
             self._file.close()
+
+    def keep_file(self) -> None:
+        """Somebody may write to the memory behind ``close``: no other process gets its file before
+        this one has ended. (Memory without a file is taken over with the host's ``Lock``, which
+        ends with the process.)"""
+        self._keeps_file = True
 
     @property
     def claim_timeout_s(self) -> float:

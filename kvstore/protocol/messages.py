@@ -60,7 +60,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 8
+VERSION: Final = 9
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""

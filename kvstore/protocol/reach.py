@@ -55,11 +55,13 @@ class Reached:
 
 
 def reached(line: socket.socket, tray_fd: int, tray: Mapped, address: int) -> Reached | str:
-    """The process at the other end, which has its tray there, or why its memory cannot be read.
-    ``OSError`` if the tray cannot be written."""
+    """The process at the other end, which has its tray there, or why its memory cannot be read."""
     data = secrets.token_bytes(NONCE_NBYTES)
     behind = tray.nbytes - NONCE_NBYTES
-    os.pwrite(tray_fd, data, behind)
+    try:
+        os.pwrite(tray_fd, data, behind)
+    except OSError as exc:  # Such as for a limit of file sizes, or a seal.
+        return f"its tray cannot be written: {exc.strerror}"
     process = peer_process(line)
     if isinstance(process, str):
         return process

@@ -45,6 +45,7 @@ from kvstore.protocol.messages import (
     decode_answer,
     encode,
 )
+from kvstore.protocol.reach import NONCE_NBYTES
 from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.store import Store
 
@@ -216,7 +217,8 @@ def test_who_is_not_let_in(
     open_fd = os.memfd_create("open")
     os.ftruncate(open_fd, TRAY_BYTES)
     _, small_fd = Mapped.make(4096)
-    _, good_fd = Mapped.make(TRAY_BYTES)
+    _, bare_fd = Mapped.make(TRAY_BYTES)
+    _, good_fd = Mapped.make(TRAY_BYTES + NONCE_NBYTES)
     assert decode_answer(greeted(directory, greeting, [])) == Refused("greet first")
     assert decode_answer(greeted(directory, encode(Publish(1)), [good_fd])) == Refused(
         "greet first"
@@ -227,7 +229,9 @@ def test_who_is_not_let_in(
     assert "could be made shorter" in caplog.text
     assert greeted(directory, greeting, [small_fd]) == b""
     assert "a tray of 4096 bytes" in caplog.text
-    for one in (open_fd, small_fd, good_fd):
+    assert greeted(directory, greeting, [bare_fd]) == b"", "there is no room for a nonce"
+    assert f"a tray of {TRAY_BYTES} bytes" in caplog.text
+    for one in (open_fd, small_fd, bare_fd, good_fd):
         os.close(one)
 
 

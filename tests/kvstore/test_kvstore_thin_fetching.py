@@ -5,6 +5,8 @@ once the client says that they have not changed meanwhile."""
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import logging
 import os
 import signal
 import subprocess
@@ -28,7 +30,9 @@ from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.answering import Answerer
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Line
+from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import (
+    TRAY_BYTES,
     Answer,
     Done,
     Fetch,
@@ -46,6 +50,7 @@ from kvstore.store import Store
 pytestmark = pytest.mark.slow
 
 NAMES = keys(3, 41)
+F_SEAL_FUTURE_WRITE = 0x10  # Python 3.13 has it.
 
 
 @pytest.fixture
@@ -342,6 +347,44 @@ def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
     until(lambda: used(lender) == 0, "the slots are free")
 
 
+def test_a_file_stays_the_owner_s_while_memory_that_never_answers_is_read_into_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the read, if it ends, writes over what the next owner has there."""
+    reads, answers, former = threading.Event(), threading.Event(), Copier.fetch
+
+    def fetch_late(copier: Copier, *what: Any) -> Any:
+        reads.set()
+        assert answers.wait(TIMEOUT_S)
+        return former(copier, *what)
+
+    monkeypatch.setattr("kvstore.owner.answering.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(
+        "kvstore.objects.copying.SHARED_BYTES", 1
+    )  # With a helper, which has ended.
+    monkeypatch.setattr(Copier, "fetch", fetch_late)
+    caplog.set_level(logging.INFO)
+    path, settings = directory / "owner.calls", config(directory, 8 * MIB, file=directory / "slab")
+    with Store(settings) as store, store.answering(path) as answerer:
+        room, line = large(store), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
+
+        def ask() -> None:
+            with pytest.raises(NoAnswer):
+                fetch(line, room, [MIB])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert reads.wait(TIMEOUT_S)
+    with pytest.raises(ValueError, match="in use by another process of the store"):
+        Store(settings)
+    answers.set()
+    asking.join(TIMEOUT_S)
+    until(lambda: not answerer._lines, "the line has ended")
+    line.close()
+    assert "behind the owner's end: these threads were ended" in caplog.text
+    assert "a bug in the store" not in caplog.text
+
+
 def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Connect) -> None:
     room, line = large(lender), connect()
     before = used(lender)
@@ -369,6 +412,10 @@ def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None
         ([MIB, 0], {}),
     ):
         assert isinstance(fetch(line, room, sizes, **other), Refused), (sizes, other)
+    # One object's addresses and sizes, as many as lie in the tray and the nonce behind it.
+    beyond = line.ask(Fetch(NAMES[:1].tobytes(), SIG, MIB, line.tray.nbytes // 16), TIMEOUT_S)
+    assert isinstance(beyond, Refused)
+    assert beyond.why.endswith(f"do not fit a tray of {TRAY_BYTES}")
     assert isinstance(fetch(line, room, [MIB], nbytes=MIB), Fetched), "the line works"
     line.close()
     until(lambda: used(lender) == before)
@@ -399,6 +446,26 @@ def test_who_does_not_say_where_its_tray_lies_is_not_read(
     assert used(lender) == 0
 
 
+def test_who_lets_nobody_write_its_tray_is_not_read(
+    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = Mapped.make
+
+    def sealed(nbytes: int) -> tuple[Mapped, int]:
+        tray, fd = former(nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+        return tray, fd
+
+    monkeypatch.setattr(Mapped, "make", sealed)
+    room, line = large(lender), connect()
+    assert not line.hello.reads
+    assert isinstance(fetch(line, room, [MIB]), Unread)
+    line.tray.memory[:MIB] = room.bytes[0].tobytes()
+    taken = line.ask(Take(NAMES[:1].tobytes(), SIG, MIB), TIMEOUT_S)
+    assert not isinstance(taken, Refused), "its objects come through the tray"
+    assert lender.exists(NAMES, SIG, MIB).tolist() == [True, False, False]
+
+
 def test_a_tray_without_the_owner_s_nonce_is_not_read(lender: Store, connect: Connect) -> None:
     room, line = large(lender), connect()
     change_nonce(line)
@@ -419,7 +486,9 @@ def test_a_program_that_its_user_may_not_look_into_is_not_read(
     assert isinstance(unread, Unread)
     assert "another process" in unread.why
     assert used(lender) == 0
-    assert isinstance(fetch(line, room, [MIB]), Fetched)
+    again = fetch(line, room, [MIB])
+    assert isinstance(again, Unread)
+    assert "at this line cannot be read" in again.why, "nothing is copied for nothing again"
 
 
 def test_a_client_that_has_become_another_program_is_not_read(
