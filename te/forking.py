@@ -48,8 +48,8 @@ def _let_go() -> None:
             one.let_go()
         except Exception as exc:  # noqa: BLE001 - the others must be let go, too
             failed.append((one, exc))
-    for one, exc in failed:
-        logger.error("a child of fork keeps a part of %r of its parent", one, exc_info=exc)
+    for one, error in failed:
+        logger.error("a child of fork keeps a part of %r of its parent", one, exc_info=error)
 
 
 os.register_at_fork(after_in_child=_let_go)
