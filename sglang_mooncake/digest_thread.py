@@ -91,7 +91,8 @@ class DigestThread:
         while self._take(looks.due_s):
             now_s = time.monotonic()
             if self._waiting and now_s >= looks.due_s:
-                looks.looked(time.monotonic(), self._look())
+                spent_s = self._look()
+                looks.looked(time.monotonic(), spent_s)
             elif self._at_work:
                 job = self._at_work.popleft()
                 pause = _go_on(job)

@@ -260,7 +260,7 @@ class LandedDigests:
     def _keep(
         self, room: Room, reason: str, lists: Sequence[Cells], differ: Sequence[Difference]
     ) -> None:
-        if self.kept is None:
+        if self.kept is None or not self.kept.has_room(room.number):
             return
         assert self.digester is not None
         try:

@@ -17,15 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bootstrap_server.admission.refusals import Pace
+
 __all__ = ["FILES_MAX", "KeptBytes"]
 
 logger = logging.getLogger(__name__)
 
 #: In the directory, whoever wrote them; those that are there are of the first differences, which
-#: mostly tell more than those behind them.
+#: mostly tell more than those behind them. Each rank counts by itself, so that those that write at
+#: the same moment may leave one more each.
 FILES_MAX = 64
 #: Files that are yet to be written.
 _QUEUED_MAX = 4
+#: So long after a file that could not be written no other is tried.
+_REST_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
 
 Cells = Mapping[str, npt.NDArray[np.uint8]]
@@ -51,20 +56,33 @@ class KeptBytes:
         self._directory = directory
         self._queue: queue.Queue[_Difference | None] = queue.Queue(_QUEUED_MAX)
         self._thread = threading.Thread(target=self._run, name="kv-kept-bytes", daemon=True)
+        self._pace = Pace()
+        #: Until when none is tried, by the monotonic clock.
+        self._rests_until_s = 0.0
 
     def start(self) -> None:
         self._thread.start()
 
+    def has_room(self, room: int) -> bool:
+        """Whether bytes of this room would be kept, before they are read for it."""
+        if time.monotonic() < self._rests_until_s:
+            self._not_kept(room, "the last file could not be written")
+            return False
+        if self._queue.full():
+            self._not_kept(room, f"{_QUEUED_MAX} files are yet to be written")
+            return False
+        return True
+
     def keep(self, room: int, reason: str, cells: Cells) -> None:
-        """Has them written; the log says where, or why not. Never waits."""
-        try:
-            self._queue.put_nowait(_Difference(room, reason, cells))
-        except queue.Full:
-            logger.warning(
-                "the bytes of room %d that differ are not kept: %d files are yet to be written",
-                room,
-                _QUEUED_MAX,
-            )
+        """Has them written; the log says where, or why not. Never waits. One thread calls this,
+        behind `has_room`."""
+        self._queue.put_nowait(_Difference(room, reason, cells))
+
+    def _not_kept(self, room: int, why: str) -> None:
+        left_out = self._pace.left_out()
+        if left_out is not None:
+            more = f" ({left_out} more such lines were left out)" if left_out else ""
+            logger.warning("the bytes of room %d that differ are not kept: %s%s", room, why, more)
 
     def close(self) -> None:
         """Once those are written that were kept, unless a disk is too slow for that. Idempotent."""
@@ -81,8 +99,14 @@ class KeptBytes:
         while (one := self._queue.get()) is not None:
             try:
                 path = self._write(one)
-            except Exception:
-                logger.exception("the bytes of room %d that differ are not kept", one.room)
+            except Exception as error:
+                self._rests_until_s = time.monotonic() + _REST_S
+                logger.warning(
+                    "the bytes of room %d that differ are not kept: %s",
+                    one.room,
+                    error,
+                    exc_info=not isinstance(error, OSError),
+                )
             else:
                 logger.warning(
                     "%d bytes of room %d that differ, in %d cells, are kept in %s",
@@ -93,7 +117,7 @@ class KeptBytes:
                 )
 
     def _write(self, one: _Difference) -> Path:
-        files = sum(1 for _ in self._directory.glob("room-*.npz"))
+        files = sum(1 for _ in self._directory.glob("room-*"))  # Also of one that was killed.
         if files >= FILES_MAX:
             raise OSError(f"{self._directory} has {files} files of bytes already: remove some")
         path = self._directory / f"room-{one.room}-{time.time_ns()}.npz"

@@ -124,17 +124,33 @@ class Cells:
             yield here, shape, at
             first += len(shape.addresses)
 
-    def read(
-        self, positions: Sequence[int], buffers: Sequence[str], read: ReadBytes
-    ) -> Iterator[tuple[str, Bytes]]:
-        """The bytes of each item in each buffer, one after another, with their names."""
-        for at in np.searchsorted(self.positions, positions):
-            for buffer in buffers:
-                column = np.array([self.names.index(buffer)])
-                for here, shape, address in self._units(np.array([at]), column):
-                    if here.any():
-                        found, _ = read(address, shape.offsets, shape.sizes)
-                        yield f"{self.name} {self.positions[at]} in {buffer}", found[0]
+    def numbers(self, positions: Sequence[int], buffers: Sequence[str]) -> Indices:
+        """Of each of these items, by its position, in each of these buffers."""
+        column_of = {name: column for column, name in enumerate(self.names)}
+        columns = np.array([column_of[name] for name in buffers], np.int64)
+        items = np.searchsorted(self.positions, positions)
+        return (items[:, None] * self.columns + columns).ravel()
+
+    def first_of(self, chosen: Indices, nbytes_max: int) -> Indices:
+        """The first of these cells, which have no more bytes than that."""
+        nbytes = np.repeat(
+            [shape.nbytes for shape in self.shapes],
+            [len(shape.addresses) for shape in self.shapes],
+        )
+        _, column = self.places(chosen)
+        count = int(np.searchsorted(np.cumsum(nbytes[column]), nbytes_max, side="right"))
+        return chosen[:count]
+
+    def read(self, chosen: Indices, read: ReadBytes) -> dict[str, Bytes]:
+        """The bytes of these cells, by name."""
+        item, column = self.places(chosen)
+        names, found = self.names, dict[str, Bytes]()
+        for here, shape, at in self._units(item, column):
+            if len(at):
+                copied, _ = read(at, shape.offsets, shape.sizes)
+                where = zip(self.positions[item[here]], column[here], copied, strict=True)
+                found |= {f"{self.name} {pos} in {names[col]}": one for pos, col, one in where}
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,17 +248,19 @@ def differences(
 def bytes_of(
     lists: Sequence[Cells], differ: Sequence[Difference], read: ReadBytes
 ) -> dict[str, Bytes]:
-    """The bytes of cells that differ, by name: of the first `CELLS_AT_ONCE` of them, and no more
-    than `NBYTES_AT_ONCE` unless one has more."""
+    """The bytes of cells that differ, by name: of the first of them, as many as are digested at
+    once (`CELLS_AT_ONCE`, `NBYTES_AT_ONCE`)."""
     found: dict[str, Bytes] = {}
-    nbytes = 0
+    cells_left, nbytes_left = CELLS_AT_ONCE, NBYTES_AT_ONCE
     of = {cells.which: cells for cells in lists}
     for one in differ:
-        for name, cell in of[one.which].read(one.items, one.buffers, read):
-            nbytes += len(cell)
-            if found and (nbytes > NBYTES_AT_ONCE or len(found) == CELLS_AT_ONCE):
-                return found
-            found[name] = cell
+        # Not the numbers of all cells of a request of which everything differs.
+        items = one.items[: cells_left // max(len(one.buffers), 1) + 1]
+        chosen = of[one.which].numbers(items, one.buffers)[:cells_left]
+        copied = of[one.which].read(of[one.which].first_of(chosen, nbytes_left), read)
+        cells_left -= len(copied)
+        nbytes_left -= sum(len(cell) for cell in copied.values())
+        found |= copied
     return found
 
 

@@ -38,16 +38,23 @@ def test_a_file_has_each_cell_by_its_name_and_the_reason_and_is_for_its_owner(tm
 
 
 def test_a_directory_has_so_many_files_and_no_more(tmp_path, caplog):
-    for number in range(FILES_MAX - 1):
+    """Also of what a process that was killed has left of one."""
+    for number in range(FILES_MAX - 2):
         (tmp_path / f"room-{number}-1.npz").touch()
+    (tmp_path / "room-500-1.part").touch()
     kept = KeptBytes(tmp_path)
     kept.start()
     for room in (1_000, 1_001):
+        assert kept.has_room(room)
         kept.keep(room, "", CELLS)
+    until(lambda: "remove some" in caplog.text, "the directory is full")
+    assert not kept.has_room(1_002)
     kept.close()
     assert len(files(tmp_path)) == FILES_MAX
-    assert f"{FILES_MAX} files of bytes already: remove some" in caplog.text
-    assert "the bytes of room 1001 that differ are not kept" in caplog.text
+    said = f"{tmp_path} has {FILES_MAX} files of bytes already: remove some"
+    assert f"the bytes of room 1001 that differ are not kept: {said}" in caplog.text
+    assert "room 1002 that differ are not kept: the last file could not be written" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_disk_that_is_slow_holds_nobody_up(tmp_path, monkeypatch, caplog):
@@ -64,8 +71,12 @@ def test_a_disk_that_is_slow_holds_nobody_up(tmp_path, monkeypatch, caplog):
     kept.start()
     kept.keep(0, "", CELLS)
     assert begun.wait(60)
-    for room in range(1, kept_bytes._QUEUED_MAX + 2):
+    for room in range(1, kept_bytes._QUEUED_MAX + 1):
+        assert kept.has_room(room)
         kept.keep(room, "", CELLS)
+    for room in range(5, 100):
+        assert not kept.has_room(room)
+    assert caplog.text.count("are not kept") == 1
     assert "room 5 that differ are not kept: 4 files are yet to be written" in caplog.text
     go_on.set()
     until(lambda: len(list(tmp_path.glob("*.npz"))) == 5, "those before it are written")

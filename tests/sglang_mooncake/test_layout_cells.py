@@ -173,13 +173,16 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
     target.arrays["k", 0][5, 0] ^= 1
     target.arrays["k", 2][4, 3] ^= 1
     differ = differences(there, all_of(there, target), all_of(here, source))
-    read = reader(target.base)
+    read, calls = reader(target.base), []
 
     def with_bytes(addresses, offsets, sizes):
-        (at,) = addresses.tolist()
-        spans = zip(offsets.tolist(), sizes.tolist(), strict=True)
-        found = np.concatenate([target.base[at + o - 1 : at + o - 1 + n] for o, n in spans])
-        return found[None], read(addresses, offsets, sizes)
+        calls.append(len(addresses))
+        parts = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+        found = [
+            np.concatenate([target.base[at + o - 1 : at + o - 1 + n] for o, n in parts])
+            for at in addresses.tolist()
+        ]
+        return np.stack(found), read(addresses, offsets, sizes)
 
     found = bytes_of(there, differ, with_bytes)
     assert {name: cell.tolist() for name, cell in found.items()} == {
@@ -187,6 +190,7 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
         for at in (0, 1)
         for layer in (0, 2)
     }
+    assert calls == [4]  # Others wait for each call.
     (item,) = {len(cell) for cell in found.values()}
     for name, most in (("CELLS_AT_ONCE", 2), ("NBYTES_AT_ONCE", 2 * item)):
         with monkeypatch.context() as bounded:
