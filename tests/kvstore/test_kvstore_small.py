@@ -137,7 +137,7 @@ def test_an_owner_that_does_not_answer_costs_the_deadline(
         until(guest._owners.usable, "the owner is known")
         far.signal(signal.SIGSTOP)
         found = guest.put(KEYS, SIG, filled(guest).pieces, timeout_s=0.2)
-        assert found == [Put.UNREACHABLE] * N
+        assert found == [Put.TIMED_OUT] * N
         far.signal(signal.SIGCONT)
         until(guest._owners.usable, "it is back")
         until(lambda: set(guest.put(KEYS, SIG, filled(guest).pieces)) <= {Put.STORED, Put.EXISTS})
