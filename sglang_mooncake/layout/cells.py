@@ -249,7 +249,7 @@ def bytes_of(
     lists: Sequence[Cells], differ: Sequence[Difference], read: ReadBytes
 ) -> dict[str, Bytes]:
     """The bytes of cells that differ, by name: of the first of them, as many as are digested at
-    once (`CELLS_AT_ONCE`, `NBYTES_AT_ONCE`)."""
+    once (`CELLS_AT_ONCE`, `NBYTES_AT_ONCE`), or of the very first alone if it has more."""
     found: dict[str, Bytes] = {}
     cells_left, nbytes_left = CELLS_AT_ONCE, NBYTES_AT_ONCE
     of = {cells.which: cells for cells in lists}
@@ -257,7 +257,8 @@ def bytes_of(
         # Not the numbers of all cells of a request of which everything differs.
         items = one.items[: cells_left // max(len(one.buffers), 1) + 1]
         chosen = of[one.which].numbers(items, one.buffers)[:cells_left]
-        copied = of[one.which].read(of[one.which].first_of(chosen, nbytes_left), read)
+        fits = of[one.which].first_of(chosen, nbytes_left)
+        copied = of[one.which].read(fits if found or len(fits) else chosen[:1], read)
         cells_left -= len(copied)
         nbytes_left -= sum(len(cell) for cell in copied.values())
         found |= copied

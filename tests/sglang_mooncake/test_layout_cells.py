@@ -196,6 +196,8 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
         with monkeypatch.context() as bounded:
             bounded.setattr(cells_module, name, most)
             assert list(bytes_of(there, differ, with_bytes)) == list(found)[:2]
+    monkeypatch.setattr(cells_module, "NBYTES_AT_ONCE", item - 1)
+    assert list(bytes_of(there, differ, with_bytes)) == list(found)[:1]
 
 
 def test_digests_of_other_cells_are_no_digests_to_compare():
