@@ -65,11 +65,9 @@ class _Unmade:
         self._pace = Pace()
 
     def log(self, what: str, error: Exception) -> None:
-        left_out = self._pace.left_out()
-        if left_out is None:
-            return
-        more = f" ({left_out} more such lines were left out)" if left_out else ""
-        logger.warning("%s%s", what, more, exc_info=None if _is_ordinary(error) else error)
+        more = self._pace.more()
+        if more is not None:
+            logger.warning("%s%s", what, more, exc_info=None if _is_ordinary(error) else error)
 
 
 def _why(error: Exception) -> str:

@@ -79,9 +79,8 @@ class KeptBytes:
         self._queue.put_nowait(_Difference(room, reason, cells))
 
     def _not_kept(self, room: int, why: str) -> None:
-        left_out = self._pace.left_out()
-        if left_out is not None:
-            more = f" ({left_out} more such lines were left out)" if left_out else ""
+        more = self._pace.more()
+        if more is not None:
             logger.warning("the bytes of room %d that differ are not kept: %s%s", room, why, more)
 
     def close(self) -> None:

@@ -52,6 +52,14 @@ class Pace:
         left_out, self._left_out = self._left_out, 0
         return left_out
 
+    def more(self) -> str | None:
+        """There is something to say: how a line about it ends, which says how many were left out;
+        None if this one is, too."""
+        left_out = self.left_out()
+        if left_out is None:
+            return None
+        return f" ({left_out} more such lines were left out)" if left_out else ""
+
 
 class Refusals:
     """Writes who was refused into the log, at a bounded rate."""

@@ -218,6 +218,14 @@ def test_who_goes_on_for_five_minutes_gets_few_lines() -> None:
     assert pace.left_out() is None
 
 
+def test_a_line_ends_with_how_many_were_left_out() -> None:
+    now_s = 0.0
+    pace = Pace(clock=lambda: now_s)
+    assert [pace.more() for _ in range(3)] == ["", None, None]
+    now_s = LOG_EVERY_S
+    assert pace.more() == " (2 more such lines were left out)"
+
+
 def test_ranks_of_strangers_do_not_fill_the_log(
     server: BootstrapServer,
     make_record: MakeRecord,

@@ -157,9 +157,8 @@ class Transferring:
             try:
                 found.append(unpacked(note.data))
             except ValueError as exc:  # UnicodeDecodeError is one.
-                left_out = self._foreign.left_out()
-                if left_out is not None:  # A peer may send as many of them as it likes.
-                    more = f" ({left_out} more such lines were left out)" if left_out else ""
+                more = self._foreign.more()
+                if more is not None:  # A peer may send as many of them as it likes.
                     logger.warning("mooncake.engine over te: %s: %s%s", note.peer.id, exc, more)
         return found
 
