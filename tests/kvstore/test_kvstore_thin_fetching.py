@@ -315,6 +315,18 @@ def test_a_client_that_was_granted_nothing_may_be_silent(
         end_all(directory)
 
 
+def asking_in_vain(line: Line, room: Room) -> threading.Thread:
+    """A thread that asks for one object to be fetched, and gets no answer."""
+
+    def ask() -> None:
+        with pytest.raises(NoAnswer):
+            fetch(line, room, [MIB])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    return asking
+
+
 def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
     lender: Store, connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,13 +343,7 @@ def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
     path = directory / "hung.calls"
     with lender.answering(path):
         room, line = large(lender), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
-
-        def ask() -> None:
-            with pytest.raises(NoAnswer):
-                fetch(line, room, [MIB])
-
-        asking = threading.Thread(target=ask)
-        asking.start()
+        asking = asking_in_vain(line, room)
         assert reads.wait(TIMEOUT_S)
     assert not path.exists()
     answers.set()
@@ -359,21 +365,14 @@ def test_a_file_stays_the_owner_s_while_memory_that_never_answers_is_read_into_i
         return former(copier, *what)
 
     monkeypatch.setattr("kvstore.owner.answering.CLOSE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(
-        "kvstore.objects.copying.SHARED_BYTES", 1
-    )  # With a helper, which has ended.
+    # With a helper, which has ended.
+    monkeypatch.setattr("kvstore.objects.copying.SHARED_BYTES", 1)
     monkeypatch.setattr(Copier, "fetch", fetch_late)
     caplog.set_level(logging.INFO)
     path, settings = directory / "owner.calls", config(directory, 8 * MIB, file=directory / "slab")
     with Store(settings) as store, store.answering(path) as answerer:
         room, line = large(store), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
-
-        def ask() -> None:
-            with pytest.raises(NoAnswer):
-                fetch(line, room, [MIB])
-
-        asking = threading.Thread(target=ask)
-        asking.start()
+        asking = asking_in_vain(line, room)
         assert reads.wait(TIMEOUT_S)
     with pytest.raises(ValueError, match="in use by another process of the store"):
         Store(settings)
