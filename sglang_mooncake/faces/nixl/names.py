@@ -100,9 +100,9 @@ class AgentConfig:
         self.lthrDelay, self.captureTelemetry = lthrDelay, captureTelemetry
 
 
-class NixlError(RuntimeError):
+class NixlError(Exception):
     """What the classes below have in common; its text begins with NIXL's name for the status, as
-    the whole text of NIXL's own exceptions is."""
+    the whole text of NIXL's own exceptions is. These are no RuntimeError in 1.5.1, either."""
 
     status: Status = Status.NIXL_ERR_UNKNOWN
 

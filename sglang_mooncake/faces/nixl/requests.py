@@ -229,7 +229,7 @@ class Request:
 
         try:
             self._link.send(self._announce(message, told))
-        except RuntimeError as exc:
+        except Backend as exc:
             logger.warning("nixl over te: a notification was not sent: %s", exc)
             told()
 

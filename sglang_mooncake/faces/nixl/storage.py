@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from sglang_mooncake.faces.nixl.descriptors import RegDList, XferDList
 from sglang_mooncake.faces.nixl.low import Agent
-from sglang_mooncake.faces.nixl.names import ERRORS, AgentConfig, Operation, Status, Unknown
+from sglang_mooncake.faces.nixl.names import ERRORS, AgentConfig, Operation, Status
 from sglang_mooncake.faces.nixl.prepared import Indices
 
 __all__ = ["StoringAgent", "installed"]
@@ -77,8 +77,11 @@ class _Theirs:
         def called(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
-            except RuntimeError as exc:
-                raise ERRORS.get(type(exc).__name__, Unknown)(f"NVIDIA's NIXL: {exc}") from exc
+            except Exception as exc:
+                ours = ERRORS.get(type(exc).__name__)
+                if ours is None:
+                    raise
+                raise ours(f"NVIDIA's NIXL: {exc}") from exc
 
         return called
 

@@ -49,7 +49,7 @@ def test_all_names_of_nixls_packages_mean_the_same() -> None:
         assert importlib.import_module(package).nixl_agent is api.nixl_agent
     assert api.nixlBind is bindings
     assert bindings.nixlAgent.options is given
-    assert issubclass(bindings.nixlRemoteDisconnectError, RuntimeError)
+    assert not issubclass(bindings.nixlRemoteDisconnectError, RuntimeError), "as NIXL 1.5.1's"
     assert (bindings.DRAM_SEG, bindings.NIXL_SUCCESS, bindings.NIXL_INIT_AGENT) == (0, 0, "")
     assert bindings.NIXL_THREAD_SYNC_DEFAULT == bindings.NIXL_THREAD_SYNC_NONE
     utils = importlib.import_module("nixl._utils")

@@ -28,7 +28,7 @@ from sglang_mooncake.faces.nixl.names import (
 KIB = 1024
 
 
-class nixlNotFoundError(RuntimeError):  # noqa: N801 - of the name is what is looked at
+class nixlNotFoundError(Exception):  # noqa: N801 - of the name is what is looked at
     """Theirs."""
 
 
@@ -148,6 +148,9 @@ def test_memory_is_known_to_both_or_to_neither(theirs: list[Theirs], monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Theirs, "registerMem", refuse, raising=False)
         with pytest.raises(NotFound, match="NVIDIA's NIXL"):
+            one.register_memory(descs)
+        patch.setattr(Theirs, "registerMem", len, raising=False)
+        with pytest.raises(TypeError):  # No error of NIXL's stays what it is.
             one.register_memory(descs)
     assert one.agent._opened.memory.ranges()[1] == []
     one.register_memory(descs)
