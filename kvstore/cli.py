@@ -196,6 +196,7 @@ def _serve(options: argparse.Namespace) -> int:
     def told(store: Store) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if options.metrics is not None:
+                store.teller.keep()
                 server = stack.enter_context(MetricsServer(store.status, *options.metrics))
                 print(f"kvstore: metrics at {server.url}", flush=True)  # noqa: T201
             place = "at the index" if config.index else f"in {config.directory}"

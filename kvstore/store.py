@@ -36,6 +36,7 @@ from kvstore.client.status import QUESTION, StoreStatus
 from kvstore.config import Config
 from kvstore.host.answers import PoolAnswers
 from kvstore.host.lease import Lease
+from kvstore.host.lifetime import Teller
 from kvstore.host.place import Place
 from kvstore.host.pool import HostManaging, HostPool
 from kvstore.membership.directory import Directory
@@ -94,6 +95,8 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         self.load_times: Final = LoadTimes()
+        #: Of an owner that answers processes of its host.
+        self.teller: Final = Teller()
         self._lease: Lease | None = None
         self._lends = lends
         with contextlib.ExitStack() as undo:
@@ -174,9 +177,8 @@ class Store:
         assert own is not None, "who lends nothing has no users"
         assert isinstance(pool, Owners), "it uses another one itself"
         used = self._config.memory
-        answers = PoolAnswers(
-            own, pool, self._memory, self.gets, self._copier, used, lends=self._lends
-        )
+        parts = (own, pool, self._memory, self.gets, self._copier, used)
+        answers = PoolAnswers(*parts, self.status, self.teller, lends=self._lends)
         return contextlib.closing(Answerer(own, path, answers, [pool.table.fd], answers.take))
 
     def __enter__(self) -> Self:
@@ -409,6 +411,13 @@ class Store:
             table_bytes=self._owners.table_bytes,
             label=self._config.engine.label,
         )
+
+    def figures(self) -> StoreStatus:
+        """``status`` for a monitoring system. With ``Config.owner`` "host" one process of the host
+        tells also what the owner holds, and all of them which other owners it knows; asks the
+        owner, and waits ``Config.request_timeout_s`` at most."""
+        status = self.status()
+        return self._owners.with_owner(status) if isinstance(self._owners, HostPool) else status
 
     @property
     def knows_all(self) -> bool:

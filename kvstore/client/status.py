@@ -13,7 +13,7 @@ from kvstore.client.load_times import AdmissionCounts
 from kvstore.owner.card import OwnerStats
 from te.printable import printable
 
-__all__ = ["QUESTION", "OwnerSeen", "StoreStatus", "lines", "status_of"]
+__all__ = ["QUESTION", "OwnerSeen", "StoreStatus", "lines", "status_of", "with_owner"]
 
 QUESTION: Final = "store"
 """What an engine's status socket answers."""
@@ -58,6 +58,19 @@ class StoreStatus(msgspec.Struct, frozen=True):
 def status_of(answer: Mapping[str, Any]) -> StoreStatus:
     """From what ``te.status.ask`` returns; ``msgspec.ValidationError``."""
     return msgspec.convert(answer, StoreStatus)
+
+
+def with_owner(mine: StoreStatus, host: StoreStatus, *, tells: bool) -> StoreStatus:
+    """For a monitoring system: how a process's part is that uses its host's owner, with the owners
+    that this one knows. ``tells``: also with what that one holds and has done."""
+    held = 0 if host.own is None else host.own.objects
+    owners = tuple(msgspec.structs.replace(one, objects=held) for one in mine.owners)
+    mine = msgspec.structs.replace(mine, owners=owners + host.owners)
+    if not tells:
+        return mine
+    return msgspec.structs.replace(
+        mine, memory=host.memory, own=host.own, table_bytes=host.table_bytes
+    )
 
 
 def lines(statuses: Sequence[StoreStatus], most: int | None = None) -> list[str]:

@@ -5,6 +5,8 @@ is."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -13,9 +15,11 @@ from kvstore.client.gets import Gets
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.pool import Pool
+from kvstore.client.status import StoreStatus
 from kvstore.client.writing import OUTCOMES
 from kvstore.host.bringing import Bringing
 from kvstore.host.copies import Copies
+from kvstore.host.lifetime import Teller
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put, Removed
 from kvstore.owner.answers import answer, keys_of, promoted, published, stored
@@ -27,6 +31,8 @@ from kvstore.protocol.messages import (
     Copy,
     Discard,
     Done,
+    Figures,
+    FiguresOf,
     Gone,
     Greet,
     Hello,
@@ -66,11 +72,15 @@ class PoolAnswers:
         gets: Gets,
         copier: Copier,
         memory_bytes: int,
+        status: Callable[[], StoreStatus],
+        teller: Teller,
         *,
         lends: bool,
     ) -> None:
-        """``memory_bytes``: of the owner. ``lends``: else what is put is stored at others, by way
-        of this memory."""
+        """``memory_bytes``: of the owner. ``status``: how it is; ``teller``: who tells that.
+        ``lends``: else what is put is stored at others, by way of this memory."""
+        self._status = status
+        self._teller = teller
         self._owner = owner
         self._lends = lends
         self._managing = Managing(pool)
@@ -123,6 +133,9 @@ class PoolAnswers:
             case Copy(keys, signature, nbytes, copies):
                 self._copies.copy(keys_of(keys), signature, nbytes, copies)
                 return Done()
+            case Figures(asker):
+                status = msgspec.msgpack.encode(self._status())
+                return FiguresOf(status, self._teller.is_(asker, time.monotonic()))
             case _:
                 return answer(self._owner, question)
 

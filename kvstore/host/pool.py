@@ -10,6 +10,7 @@ the owner for it (``kvstore.host.bringing``).
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +31,7 @@ from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.pool import OWN
 from kvstore.client.reading import Source
-from kvstore.client.status import OwnerSeen
+from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
 from kvstore.host.handle import HOST, HostHandle
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
@@ -38,7 +40,8 @@ from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped
-from kvstore.protocol.messages import Discard, Touch
+from kvstore.protocol.messages import Discard, Figures, FiguresOf, Touch
+from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["HostManaging", "HostPool"]
 
@@ -96,10 +99,12 @@ class HostPool:
         self._memory = memory
         self._load_times = load_times
         self._lock = threading.Lock()
+        self._strange = RateLimitedLog(logger)
         self._link: _Link | None = None
         #: The owner that it leads to, and when it is tried again.
         self._pid = 0
         self._link_s = 0.0
+        self._id: Final = secrets.token_bytes(16)
         self._untold: deque[tuple[type[Touch | Discard], Keys, bytes]] = deque()
         lease.on_join = self._join
         lease.on_reminder = self._on_reminder
@@ -348,6 +353,21 @@ class HostPool:
         speed = self._load_times.bytes_per_s(OWN)
         name = f"process {self._lease.pid}"
         return (OwnerSeen(name, len(self), self._joined() is not None, speed),)
+
+    def with_owner(self, mine: StoreStatus) -> StoreStatus:
+        """See ``client.status.with_owner``; asks the owner. Without an answer ``mine`` is all."""
+        link = self._joined()
+        if link is None:
+            return mine
+        try:
+            found = link.caller.ask(Figures(self._id), self.request_timeout_s)
+            if not isinstance(found, FiguresOf):
+                raise NoAnswer(f"{HOST} answers with {type(found).__name__}")
+            host = msgspec.msgpack.decode(found.status, type=StoreStatus)
+        except (NoAnswer, msgspec.DecodeError) as exc:
+            self._strange.warn("what %s holds is not told: %s", HOST, exc)
+            return mine
+        return with_owner(mine, host, tells=found.tells)
 
 
 class HostManaging(Managing):

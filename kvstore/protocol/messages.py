@@ -28,6 +28,8 @@ __all__ = [
     "Done",
     "Fetch",
     "Fetched",
+    "Figures",
+    "FiguresOf",
     "Follow",
     "Gone",
     "Granted",
@@ -60,7 +62,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 9
+VERSION: Final = 10
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
@@ -240,6 +242,13 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=19):
     ``Done``. Without this, nothing of it is stored."""
 
 
+class Figures(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """What does the owner hold and do? Answered by ``FiguresOf``. Only a host's owner knows it."""
+
+    #: Of the process that asks: any, and always the same.
+    asker: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -364,6 +373,14 @@ class Unread(msgspec.Struct, frozen=True, array_like=True, tag=13):
     why: str
 
 
+class FiguresOf(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """``client.status.StoreStatus`` of the owner, as MessagePack."""
+
+    status: Annotated[bytes, msgspec.Meta(max_length=CALL_BYTES_MAX)]
+    #: Whether the process that asks is the one of the host that tells a monitoring system.
+    tells: bool
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
@@ -390,6 +407,7 @@ Question = (
     | Discard
     | Fetch
     | Keep
+    | Figures
 )
 Answer = (
     Hello
@@ -405,6 +423,7 @@ Answer = (
     | SizesOf
     | Fetched
     | Unread
+    | FiguresOf
 )
 
 Message = TypeVar("Message")

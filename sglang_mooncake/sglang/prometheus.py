@@ -95,6 +95,7 @@ class Exporter:
         self._made = {one.name: _made(one, prefix, registry) for one in metrics}
         self._build, self._version = _made(BUILD, PREFIX, registry), version()
         self._deltas = Deltas()
+        self._told = set[Key]()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-metrics", daemon=True)
         self._thread.start()
@@ -114,8 +115,11 @@ class Exporter:
             risen, now = self._figures.values()
             for key, by in self._deltas.of(risen).items():
                 self._child(key).inc(by)
+            for key in self._told - now.keys():
+                self._child(key).set(0)  # Another rank tells it now.
             for key, value in now.items():
                 self._child(key).set(value)
+            self._told |= now.keys()
             for key, value in self._figures.observations():
                 self._child(key).observe(value)
             self._build.labels(*self._rank, self._version).set(1)

@@ -56,7 +56,7 @@ def owner_of(store: Store) -> Owner:
 def answers_of(store: Store) -> PoolAnswers:
     pool, memory, own = store._owners, store._config.memory, owner_of(store)
     parts = (own, pool, store._memory, store.gets, store._copier, memory)
-    return PoolAnswers(*parts, lends=store._lends)
+    return PoolAnswers(*parts, store.status, store.teller, lends=store._lends)
 
 
 def copy_to_two(store: Store) -> None:

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
 from kvstore.host import agreement
-from kvstore.host.lifetime import ADOPTION_S, FIRST_USE_S, Adoption, Attempts, Presence
+from kvstore.host.lifetime import (
+    ADOPTION_S,
+    FIRST_USE_S,
+    TELLER_S,
+    Adoption,
+    Attempts,
+    Presence,
+    Teller,
+)
 from kvstore.host.messages import Farewell, Join, Joined, Refused, decode, encode
 from kvstore.host.place import Place
 from kvstore.protocol.users import check_user
@@ -57,6 +65,19 @@ def test_a_lost_owner_is_looked_for_at_once_and_then_less_and_less() -> None:
     refused = Attempts(0.0)
     refused.refused()
     assert refused.pause_s(0.0) == 1.0
+
+
+def test_one_process_tells_what_an_owner_holds_until_it_asks_no_more() -> None:
+    teller, now_s = Teller(), 100.0
+    for _ in range(3):
+        now_s += TELLER_S - 1
+        assert teller.is_(b"a", now_s)
+        assert not teller.is_(b"b", now_s)
+    now_s += TELLER_S
+    assert teller.is_(b"b", now_s)
+    assert not teller.is_(b"a", now_s)
+    teller.keep()
+    assert not teller.is_(b"b", 1e12), "the owner does it itself"
 
 
 @dataclass

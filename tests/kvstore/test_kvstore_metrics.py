@@ -22,13 +22,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store_host import end_all, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
 from bootstrap_server.prometheus_text import CONTENT_TYPE
 from kvstore.client.load_times import AdmissionCounts
-from kvstore.client.status import OwnerSeen, StoreStatus
+from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
 from kvstore.metrics import http
 from kvstore.metrics.http import MetricsServer
 from kvstore.metrics.table import METRICS, PREFIX, Key, counters, gauges, text
@@ -124,6 +125,47 @@ def test_who_lends_nothing_tells_nothing_of_it() -> None:
     assert not {"objects", "used_bytes", "evicted_total"} & {name for name, _ in told}
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_who_uses_the_owner_of_a_host_tells_also_what_that_one_knows(tells: bool) -> None:
+    seen = OwnerSeen("process 7", 20, True)
+    mine = StoreStatus(8, "x", 0, None, (seen,), {"right": 1}, {}, {}, 0, 0, 0)
+    told = counters(found := with_owner(mine, STATUS, tells=tells)) | gauges(found)
+    assert told["gets_total", ("right",)] == 1, "its own"
+    assert told["owners", ("usable",)] == 3
+    assert told["owners", ("unusable",)] == 1
+    assert told["known_objects", ()] == 12 + 13
+    assert told["lent_bytes", ()] == (4096 if tells else 0)
+    assert told["table_bytes", ()] == (333 if tells else 0)
+    assert told.get(("objects", ())) == (12 if tells else None)
+    assert told.get(("published_total", ())) == (11 if tells else None)
+
+
+@pytest.mark.slow
+def test_one_process_of_a_host_tells_what_lies_there(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        with Store(shared(directory)) as first, Store(shared(directory)) as second:
+            room = Room(first, N, NBYTES)
+            room.bytes[:] = contents(N, NBYTES)
+            assert first.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
+            told = gauges(first.figures())
+            assert told["objects", ()] == told["known_objects", ()] == N
+            assert told["lent_bytes", ()] == 16 << 20
+            assert told["owners", ("usable",)] == 1
+            others = gauges(second.figures())
+            assert ("objects", ()) not in others
+            assert others["known_objects", ()] == N
+            assert others["lent_bytes", ()] == others["table_bytes", ()] == 0
+            assert not caplog.records
+            end_all(directory)
+            alone = gauges(first.figures())
+            assert ("objects", ()) not in alone
+            assert alone["lent_bytes", ()] == 0
+    finally:
+        end_all(directory)
+
+
 COUNTS = st.integers(0, 1 << 50)
 
 
@@ -171,6 +213,8 @@ def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> N
             assert told["used_bytes", ()] == N * SLOT_BYTES
             assert told["lent_bytes", ()] == 4 << 20
             assert told["lookups_total", ("found",)] == 0, "its own, not those of others"
+            with Store(shared(directory / "s", 0)) as user:
+                assert ("objects", ()) not in gauges(user.figures()), "the owner tells it itself"
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT_S) == 0
         finally:

@@ -42,7 +42,7 @@ def open_exporter(status: Callable[[], StoreStatus], registry: Any = None) -> Ex
     without --enable-metrics.
 
     Args:
-        status: ``Store.status``.
+        status: ``Store.figures``.
         registry: see ``Exporter``.
     """
     if not get_observability().enable_metrics:

@@ -95,7 +95,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._store = Store(self._options.store)
         #: From the registration of the KV cache's pool on.
         self._admission: Admission | None = None
-        self._exporter = open_exporter(self._store.status)
+        self._exporter = open_exporter(self._store.figures)
 
     def close(self) -> None:
         """Gives the lent memory back."""

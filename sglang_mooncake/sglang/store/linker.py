@@ -150,7 +150,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = Store(options.store)
         for one in pools:
             one.pages.register(self._store.register)
-        self._exporter = open_exporter(self._store.status)
+        self._exporter = open_exporter(self._store.figures)
         forwards = Forwards(has_streams=pools[0].pages.on_gpu) if options.admission else None
         self._admission = Admission(self._store, forwards, params.page_size)
         self._queued: dict[str, _Load] = {}
