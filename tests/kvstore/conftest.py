@@ -15,6 +15,7 @@ from store_below import MEMORY
 from store_far import Far
 from store_makers import TIMEOUT_S, config, engine
 
+from kvstore.host import lease
 from kvstore.membership import members
 from kvstore.owner import answering, claims, fencing, service
 from kvstore.owner import owner as owner_module
@@ -36,6 +37,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for waiting in (claims, owner_module, service):
         monkeypatch.setattr(waiting, "FENCE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(owner_module, "DRAIN_S", TIMEOUT_S)
+    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(members, "TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(members, "FORGOTTEN_S", 600)
 

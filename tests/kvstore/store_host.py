@@ -134,6 +134,7 @@ def receive(line: socket.socket) -> tuple[Message, list[int]]:
 def main() -> None:
     with Store(shared(Path(sys.argv[1]), int(sys.argv[2]))) as store:
         filled(store)
+        until(lambda: pid_of(store), "the owner is joined")
         print("joined", pid_of(store), flush=True)  # noqa: T201
         sys.stdin.read()
 

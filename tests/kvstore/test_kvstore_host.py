@@ -49,7 +49,6 @@ def start_user(directory: Path) -> Iterator[Callable[[], User]]:
 
 @pytest.fixture(autouse=True)
 def ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     yield
     end_all(directory)
