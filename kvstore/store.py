@@ -172,10 +172,12 @@ class Store:
 
     def answering(self, path: Path) -> AbstractContextManager[Answerer]:
         """Answers processes of this host that use this one's memory, and all other owners through
-        it (``kvstore.host``), on a Unix socket. ``OSError`` if it cannot listen."""
+        it (``kvstore.host``), on a Unix socket; first it waits until it knows what owners of other
+        hosts hold, ``Config.request_timeout_s`` at most. ``OSError`` if it cannot listen."""
         own, pool = self._owners.own, self._owners
         assert own is not None, "who lends nothing has no users"
         assert isinstance(pool, Owners), "it uses another one itself"
+        pool.wait_for_other_hosts()
         used = self._config.memory
         parts = (own, pool, self._memory, self.gets, self._copier, used)
         answers = PoolAnswers(*parts, self.status, self.teller, lends=self._lends)

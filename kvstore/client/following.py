@@ -345,7 +345,7 @@ class Following:
         self._turns: dict[tuple[str, Where], int] = {}
         self._turn = 0
         #: Owners that are said to be there, and have not proved themselves yet.
-        self._unknown: frozenset[str] = frozenset()
+        self._unknown: Mapping[str, Collection[Where]] = {}
         self._looked_s = 0.0
         #: What owners say while this process stands still waits in its sockets: that is no silence.
         #: For the loop's thread.
@@ -367,11 +367,12 @@ class Following:
         """All that are known. From any thread."""
         return list(self._by_number.values())
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether it knows what all owners have that were there when it last looked. From any
-        thread."""
-        return not self._unknown and all(one.is_whole for one in self.owners())
+    def knows(self, is_meant: Callable[[Where], bool]) -> bool:
+        """Whether it knows what all of these owners have that were there when it last looked. From
+        any thread."""
+        unknown = itertools.chain.from_iterable(self._unknown.values())
+        known = (one.is_whole for one in self.owners() if is_meant(one.where))
+        return not any(map(is_meant, unknown)) and all(known)
 
     def look_soon(self) -> None:
         """Looks for new owners now. From any thread."""
@@ -403,7 +404,7 @@ class Following:
     def _look(self) -> None:
         self._looked_s = self.clock.now_s()
         found = self._endpoints()
-        self._unknown = frozenset(name for name in found if name not in self._owners)
+        self._unknown = {name: one for name, one in found.items() if name not in self._owners}
         for name, one in list(self._owners.items()):
             if name not in found and one.silent_s > self._timeout_s:
                 self._forget(one, "it is gone")
@@ -436,7 +437,7 @@ class Following:
     def admit(self, one: Followed) -> bool:
         """An owner has proved itself: it gets a number, if there is one left."""
         del self._trying[one.name, one.where]
-        self._unknown -= {one.name}
+        self._unknown = {name: at for name, at in self._unknown.items() if name != one.name}
         number = self._free_number()
         if number is None:
             logger.warning("owner %s is left out: there are %d already", one.name, OWNERS_MAX - 1)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 import te
 from kvstore._table import Table, sole_owner
 from kvstore.client.connecting import Connections, Known
+from kvstore.client.deadline import Deadline
 from kvstore.client.following import Following
 from kvstore.client.handles import Handle, LocalHandle, RemoteHandle
 from kvstore.client.load_times import LoadTimes
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 OWN_RANK: Final = 3
 REMOTE_RANK: Final = 2
 SILENT_RANK: Final = 1
+POLL_S: Final = 0.01
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
 
@@ -319,9 +322,25 @@ class Owners:
     @property
     def knows_all(self) -> bool:
         """See ``Pool``."""
+        return self._knows(lambda _: True)
+
+    def wait_for_other_hosts(self) -> None:
+        """Until it is known what their owners hold, ``Config.request_timeout_s`` at most. Those of
+        this host are not waited for: one may have been killed just now, and stand in the index."""
+        here = urlsplit(self._endpoint).hostname
+        until = Deadline(self.request_timeout_s)
+        while not self._knows(lambda where: urlsplit(where.endpoint).hostname != here):
+            if until.is_over:
+                logger.warning(
+                    "not all owners of other hosts answer: what they hold is found once they do"
+                )
+                return
+            time.sleep(POLL_S)
+
+    def _knows(self, is_meant: Callable[[Where], bool]) -> bool:
         ranks = self.ranks
-        found = all(ranks[one.number] for one in self._following.owners())
-        return found and self._following.knows_all
+        found = all(ranks[one.number] for one in self._following.owners() if is_meant(one.where))
+        return found and self._following.knows(is_meant)
 
     def usable(self) -> Sequence[int]:
         """The numbers of the owners that can be used now."""

@@ -59,7 +59,12 @@ class Hosts:
             stack.callback(end_all, one)
 
     def store(self, host: int, memory: int = 16 * MIB, **more: Any) -> Store:
-        more |= {"owner": "host", "directory": self.directories[host]}
+        """Its host has an address of its own."""
+        more |= {
+            "owner": "host",
+            "directory": self.directories[host],
+            "host": f"127.0.0.{host + 1}",
+        }
         return self._stack.enter_context(Store(at_index(self._url, memory, **more)))
 
 
@@ -88,6 +93,21 @@ def test_what_one_host_stores_the_other_has(index: RedisServer | EtcdServer, hos
     assert there.put(names, SIG, later.pieces) == [Put.STORED] * N
     until(lambda: here.exists(names, SIG, NBYTES).all(), "owners tell each other without an index")
     assert has(here, names, seed=5)
+
+
+@pytest.mark.by_turns("two hosts")
+def test_an_owner_knows_other_hosts_before_it_has_users(hosts: Hosts) -> None:
+    put_all(hosts.store(0))
+    assert has(hosts.store(1))
+
+
+def test_an_owner_does_not_wait_for_a_former_one_of_its_host(hosts: Hosts) -> None:
+    """It stands in the index until its entry is over. Its users would not wait so long for the next
+    one."""
+    more = {"request_timeout_s": 3600.0}
+    put_all(hosts.store(0, **more))
+    end_all(hosts.directories[0])
+    assert hosts.store(0, **more)._owners.usable()
 
 
 @pytest.mark.by_turns("two hosts")
