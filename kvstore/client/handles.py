@@ -278,9 +278,11 @@ class AskedHandle:
         published = self._ask(question, Published, timeout_s)
         verdicts = grant.verdicts
         with self._sense("what it has published"):
-            if is_ahead and not published.why_not:
-                verdicts = of_each(keys, published.verdicts, Verdict)
-                keys = keys[[one is Verdict.GRANTED for one in verdicts]]
+            if (is_ahead or published.verdicts) and not published.why_not:
+                said = of_each(keys, published.verdicts, Verdict)
+                keys = keys[[one is Verdict.GRANTED for one in said]]
+                rest = iter(said)
+                verdicts = [next(rest) if one is Verdict.GRANTED else one for one in verdicts]
             if published.placed is not None:
                 self._learn(keys, signature, nbytes, published.placed)
             if published.ahead is not None and self._aheads is not None:

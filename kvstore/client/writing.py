@@ -30,6 +30,7 @@ OUTCOMES: Final = {
     Verdict.BEING_STORED: Put.BEING_STORED,
     Verdict.NO_SPACE: Put.NO_SPACE,
     Verdict.TOO_LARGE: Put.TOO_LARGE,
+    Verdict.NOT_COPIED: Put.UNREACHABLE,
 }
 """Of objects that no slot was granted for."""
 

@@ -58,7 +58,7 @@ __all__ = ["PoolAnswers"]
 _VERDICTS: Final = {one: verdict for verdict, one in OUTCOMES.items()} | {
     Put.STORED: Verdict.GRANTED
 }
-_NOT_STORED: Final = "not all objects could be stored at other hosts"
+"""Of what was put at other hosts; what is not among these is not stored there."""
 
 
 class PoolAnswers:
@@ -150,9 +150,7 @@ class PoolAnswers:
         verdicts = list[str]()
         for said, one in zip(taken.verdicts, found, strict=True):
             is_here = said in (Verdict.GRANTED.value, Verdict.EXISTS.value)
-            if is_here and one not in _VERDICTS:
-                return Refused(_NOT_STORED)
-            verdicts.append(_VERDICTS[one].value if is_here else said)
+            verdicts.append(_of_copy(one) if is_here else said)
         return Stored(verdicts, taken.placed)
 
     def _published(self, claim_id: int, question: Publish) -> Answer:
@@ -165,6 +163,9 @@ class PoolAnswers:
         if not answer.why_not:
             keys = keys_of(b"".join(claim.keys))
             found = self._copies.copy(keys, claim.signature, claim.nbytes, 1)
-            if not _VERDICTS.keys() >= set(found):
-                return Published(_NOT_STORED)
+            return Published("", None, [_of_copy(one) for one in found])
         return answer
+
+
+def _of_copy(outcome: Put) -> str:
+    return _VERDICTS.get(outcome, Verdict.NOT_COPIED).value

@@ -322,8 +322,9 @@ class Ahead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The granted objects of the claim are stored, or a text says why not. Of a claim ahead one
-    ``object_table.Verdict`` for each object that was named: those that are granted are stored."""
+    """The granted objects of the claim are stored, or a text says why not. Of a claim ahead, and at
+    an owner that lends nothing, one ``object_table.Verdict`` for each object of the claim: those
+    that are granted are stored."""
 
     why_not: str
     placed: Placed | None = None

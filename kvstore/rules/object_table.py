@@ -58,6 +58,8 @@ class Verdict(Enum):
     NO_SPACE = "no space"
     #: Larger than any slot can be.
     TOO_LARGE = "too large"
+    #: Of an owner that lends nothing: no owner of another host has stored it.
+    NOT_COPIED = "not copied"
 
 
 class _Object(NamedTuple):  # made in a quarter of a dataclass's time

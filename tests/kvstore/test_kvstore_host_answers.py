@@ -11,20 +11,25 @@ import pytest
 from store_makers import SIG, Room, config, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
+from kvstore.client.writing import OUTCOMES
 from kvstore.host.answers import PoolAnswers
 from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.owner.claims import CLAIM_IS_OVER
 from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
+    Claim,
     Copy,
     Done,
+    Granted,
     Greet,
     InMemory,
     Promote,
     Publish,
     Published,
     Refused,
+    Stored,
+    Take,
 )
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import PromotionState
@@ -169,6 +174,29 @@ def _promoted(store: Store, names: Keys = KEYS) -> set[PromotionState]:
     answer = answers_of(store)(Promote(names.tobytes(), SIG, NBYTES, 60_000))
     assert isinstance(answer, InMemory)
     return set(map(PromotionState, answer.states))
+
+
+def test_of_each_object_in_transit_it_is_told_whether_it_was_stored(
+    directory: Path, other: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that no other host takes cost the others nothing."""
+    outcomes = [Put.STORED, Put.EXISTS, Put.NO_SPACE, Put.FAILED, Put.TIMED_OUT, Put.UNREACHABLE]
+    names = keys(len(outcomes))
+    with Store(config(directory, 8 * MIB), lends=False) as store:
+        answers, room = answers_of(store), filled(store, len(outcomes))
+        monkeypatch.setattr(answers._copies, "copy", lambda *_: outcomes)
+        stored = answers.take(Take(names.tobytes(), SIG, NBYTES), room.bytes.ctypes.data)
+        assert isinstance(stored, Stored)
+        said = [OUTCOMES.get(Verdict(one), Put.STORED) for one in stored.verdicts]
+        assert said == [Put.STORED, *outcomes[1:3], *[Put.UNREACHABLE] * 3]
+        writer = Claim(keys(6, 1).tobytes(), SIG, NBYTES, store._memory.engine.id, 1)
+        claimed = answers(writer)
+        assert isinstance(claimed, Granted)
+        arrived = lambda held, _: ("", held.claim)  # noqa: E731
+        monkeypatch.setattr(owner_of(store), "end_publishing", arrived)
+        published = answers(Publish(claimed.claim_id))
+        assert isinstance(published, Published)
+        assert published.verdicts == stored.verdicts
 
 
 def test_a_claim_that_is_over_at_an_owner_that_lends_nothing_is_not_published(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,13 @@ from kvstore.protocol.messages import (
     InMemory,
     Pins,
     Placed,
+    Published,
     Question,
     Stored,
     decode_answer,
     decode_question,
 )
+from kvstore.rules.object_table import Verdict
 
 KEYS = keys(2)
 #: Behind what is read of it: it is skipped, and counts all the same.
@@ -93,6 +95,22 @@ def test_nonsense_of_a_claim_is_no_answer(what: str) -> None:
         handle_to(NONSENSE[what]).claim(KEYS, SIG, NBYTES, TIMEOUT_S)
 
 
+def published(told: list[str], claimed: list[Verdict]) -> Sequence[Verdict]:
+    """By a handle whose owner tells this of what it has granted."""
+    granted = [one.value for one in claimed]
+    handle = handle_to(Granted(1, 5, granted, SLOTS[: 4 * claimed.count(Verdict.GRANTED)]))
+    grant = handle.claim(keys(len(claimed)), SIG, NBYTES, TIMEOUT_S)
+    handle._caller = Answering(Published("", None, told))  # type: ignore[assignment]
+    return handle.publish(grant, None, TIMEOUT_S)[1]
+
+
+def test_what_became_of_each_object_of_a_claim_is_told() -> None:
+    granted, exists = Verdict.GRANTED, Verdict.EXISTS
+    assert published([], [granted, exists, granted]) == [granted, exists, granted]
+    said = published(["granted", "not copied"], [granted, exists, granted])
+    assert said == [granted, exists, Verdict.NOT_COPIED]
+
+
 def test_nonsense_of_other_questions_is_no_answer() -> None:
     pieces = Pieces.whole([4096, 8192], NBYTES)
     for stored in (["granted"], ["maybe"] * 2):
@@ -110,4 +128,7 @@ def test_nonsense_of_other_questions_is_no_answer() -> None:
     ):
         with pytest.raises(NoAnswer, match="answers nonsense of what is in memory"):
             handle_to(promoted).promote(KEYS, SIG, NBYTES, TIMEOUT_S)
+    for told in (["granted"], ["maybe"] * 2):
+        with pytest.raises(NoAnswer, match="answers nonsense of what it has published"):
+            published(told, [Verdict.GRANTED] * 2)
     assert len(handle_to(InMemory(here, SLOTS, SLOTS)).promote(KEYS, SIG, NBYTES, TIMEOUT_S)) == 2

@@ -148,7 +148,7 @@ def test_memory_that_the_processor_cannot_read_takes_the_same_way(
     assert (source == back).all()
     other.close()
     until(lambda: len(known_to(host)) == 1, "the other host has gone")
-    assert host.put(keys(N, 3), SIG, rooms[0].pieces) == [Put.FAILED] * N
+    assert host.put(keys(N, 3), SIG, rooms[0].pieces) == [Put.UNREACHABLE] * N
 
 
 def test_copies_lie_at_several_hosts(directory: Path, other: Store, host: Store) -> None:
