@@ -36,9 +36,9 @@ from kvstore.client.status import QUESTION, StoreStatus
 from kvstore.config import Config
 from kvstore.host.answers import PoolAnswers
 from kvstore.host.lease import Lease
-from kvstore.host.lifetime import Teller
 from kvstore.host.place import Place
 from kvstore.host.pool import HostManaging, HostPool
+from kvstore.host.telling import Teller
 from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import (
@@ -96,7 +96,7 @@ class Store:
         self._bytes_got = self._bytes_put = 0
         self.load_times: Final = LoadTimes()
         #: Of an owner that answers processes of its host.
-        self.teller: Final = Teller()
+        self.teller: Final = Teller(1 + secrets.randbits(62))
         self._lease: Lease | None = None
         self._lends = lends
         with contextlib.ExitStack() as undo:

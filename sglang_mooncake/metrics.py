@@ -296,5 +296,5 @@ class Deltas:
             before = self._before.get(key)
             if before is None or value != before:
                 risen[key] = value - before if before is not None and value >= before else value
-        self._before = dict(now)
+        self._before |= now  # What another rank tells meanwhile may come back.
         return risen

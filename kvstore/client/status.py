@@ -60,17 +60,16 @@ def status_of(answer: Mapping[str, Any]) -> StoreStatus:
     return msgspec.convert(answer, StoreStatus)
 
 
-def with_owner(mine: StoreStatus, host: StoreStatus, *, tells: bool) -> StoreStatus:
+def with_owner(mine: StoreStatus, host: StoreStatus, own: OwnerStats | None) -> StoreStatus:
     """For a monitoring system: how a process's part is that uses its host's owner, with the owners
-    that this one knows. ``tells``: also with what that one holds and has done."""
+    that this one knows. ``own``: what this process tells of what that one holds and has done; None
+    if another process tells it."""
     held = 0 if host.own is None else host.own.objects
     owners = tuple(msgspec.structs.replace(one, objects=held) for one in mine.owners)
     mine = msgspec.structs.replace(mine, owners=owners + host.owners)
-    if not tells:
+    if own is None:
         return mine
-    return msgspec.structs.replace(
-        mine, memory=host.memory, own=host.own, table_bytes=host.table_bytes
-    )
+    return msgspec.structs.replace(mine, memory=host.memory, own=own, table_bytes=host.table_bytes)
 
 
 def lines(statuses: Sequence[StoreStatus], most: int | None = None) -> list[str]:

@@ -19,13 +19,14 @@ from kvstore.client.status import StoreStatus
 from kvstore.client.writing import OUTCOMES
 from kvstore.host.bringing import Bringing
 from kvstore.host.copies import Copies
-from kvstore.host.lifetime import Teller
+from kvstore.host.telling import Teller
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put, Removed
 from kvstore.owner.answers import answer, keys_of, promoted, published, stored
 from kvstore.owner.claims import CLAIM_IS_OVER
 from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
+    NO_TURN,
     Answer,
     Clear,
     Copy,
@@ -134,8 +135,7 @@ class PoolAnswers:
                 self._copies.copy(keys_of(keys), signature, nbytes, copies)
                 return Done()
             case Figures(asker):
-                status = msgspec.msgpack.encode(self._status())
-                return FiguresOf(status, self._teller.is_(asker, time.monotonic()))
+                return self._figures(asker)
             case _:
                 return answer(self._owner, question)
 
@@ -152,6 +152,13 @@ class PoolAnswers:
             is_here = said in (Verdict.GRANTED.value, Verdict.EXISTS.value)
             verdicts.append(_of_copy(one) if is_here else said)
         return Stored(verdicts, taken.placed)
+
+    def _figures(self, asker: bytes) -> FiguresOf:
+        status = self._status()
+        assert status.own is not None, "who lends nothing has no users"
+        told = self._teller.tell(asker, status.own, time.monotonic())
+        turn, own = told or (NO_TURN, status.own)
+        return FiguresOf(msgspec.msgpack.encode(msgspec.structs.replace(status, own=own)), turn)
 
     def _published(self, claim_id: int, question: Publish) -> Answer:
         """Of memory that the client's processor cannot read."""

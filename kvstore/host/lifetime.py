@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the owner of a host lives, whose memory it takes over, when a process that cannot
-reach one tries again, and which of its users tells how it is. Pure: time is passed in."""
+"""How long the owner of a host lives, whose memory it takes over, and when a process that cannot
+reach one tries again. Pure: time is passed in."""
 
 from __future__ import annotations
 
 import math
-import threading
 from typing import Final
 
-__all__ = ["ADOPTION_S", "FIRST_USE_S", "TELLER_S", "Adoption", "Attempts", "Presence", "Teller"]
+__all__ = ["ADOPTION_S", "FIRST_USE_S", "Adoption", "Attempts", "Presence"]
 
 ADOPTION_S: Final = 2.0
 """So long a new owner waits for somebody who holds the memory of the last one. Those who do notice
@@ -25,10 +24,6 @@ PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 10.0
 AWAITED_PAUSE_S: Final = ADOPTION_S / 4
 """So long at most pauses one that a new owner waits for, or that has started one."""
-
-TELLER_S: Final = 5.0
-"""A process that tells an owner's figures asks for them once a second; one that has not asked for
-so long does not tell them any more."""
 
 
 class Presence:
@@ -108,26 +103,3 @@ class Attempts:
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, PAUSE_S_MAX)
         return pause_s
-
-
-class Teller:
-    """Which process tells a monitoring system what an owner holds: one, so that sums over processes
-    count it once. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asker = b""
-        self._until_s = -math.inf
-
-    def keep(self) -> None:
-        """The owner's process tells it itself from now on."""
-        with self._lock:
-            self._asker, self._until_s = b"", math.inf
-
-    def is_(self, asker: bytes, now_s: float) -> bool:
-        """Whether it is this one: the first that asks, for as long as it goes on asking."""
-        with self._lock:
-            if asker != self._asker and now_s < self._until_s:
-                return False
-            self._asker, self._until_s = asker, now_s + TELLER_S
-            return True

@@ -35,12 +35,13 @@ from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
 from kvstore.host.handle import HOST, HostHandle
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
+from kvstore.host.telling import Told
 from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Keys, Records
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped
-from kvstore.protocol.messages import Discard, Figures, FiguresOf, Touch
+from kvstore.protocol.messages import NO_TURN, Discard, Figures, FiguresOf, Touch
 from kvstore.rate_limited_log import RateLimitedLog
 
 __all__ = ["HostManaging", "HostPool"]
@@ -105,6 +106,7 @@ class HostPool:
         self._pid = 0
         self._link_s = 0.0
         self._id: Final = secrets.token_bytes(16)
+        self._told: Final = Told()
         self._untold: deque[tuple[type[Touch | Discard], Keys, bytes]] = deque()
         lease.on_join = self._join
         lease.on_reminder = self._on_reminder
@@ -367,7 +369,9 @@ class HostPool:
         except (NoAnswer, msgspec.DecodeError) as exc:
             self._strange.warn("what %s holds is not told: %s", HOST, exc)
             return mine
-        return with_owner(mine, host, tells=found.tells)
+        if host.own is None or found.turn == NO_TURN:
+            return with_owner(mine, host, None)
+        return with_owner(mine, host, self._told.add(found.turn, host.own))
 
 
 class HostManaging(Managing):

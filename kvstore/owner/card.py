@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import add, sub
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["OwnerCard", "OwnerStats"]
 
@@ -53,3 +58,30 @@ class OwnerStats:
     tier_corrupted: int = 0
     #: Objects that must not be evicted.
     pinned: int = 0
+
+    def since(self, before: Self) -> Self:
+        """What only rises, as it has risen since then; the rest as it is."""
+        return self._with(before, sub)
+
+    def behind(self, before: Self) -> Self:
+        """What only rises, added to what had risen before; the rest as it is."""
+        return self._with(before, add)
+
+    def _with(self, other: Self, combine: Callable[[int, int], int]) -> Self:
+        names = {*self.claims, *other.claims}
+        claims = {one: combine(self.claims.get(one, 0), other.claims.get(one, 0)) for one in names}
+        rising = {one: combine(getattr(self, one), getattr(other, one)) for one in _RISING}
+        return replace(self, claims=claims, **rising)
+
+
+_RISING: Final = (
+    "published",
+    "abandoned",
+    "evicted",
+    "removed",
+    "demoted",
+    "promoted",
+    "dropped",
+    "tier_failed",
+    "tier_corrupted",
+)

@@ -74,6 +74,7 @@ COPIES_MAX: Final = 8
 
 CALL_BYTES_MAX: Final = 128 << 10
 """Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
+NO_TURN: Final = 0
 TRAY_BYTES: Final = 2 << 20
 """The memory that a client and an owner of one host share for objects on their way to the owner, or
 more if one object needs it. Between processes that both lend memory, larger batches are claimed and
@@ -378,8 +379,9 @@ class FiguresOf(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """``client.status.StoreStatus`` of the owner, as MessagePack."""
 
     status: Annotated[bytes, msgspec.Meta(max_length=CALL_BYTES_MAX)]
-    #: Whether the process that asks is the one of the host that tells a monitoring system.
-    tells: bool
+    #: Of the process that asks, if it is the one of the host that tells a monitoring system: what
+    #: only rises counts from this turn's beginning then. Else ``NO_TURN``.
+    turn: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -20,14 +20,14 @@ from kvstore.host import agreement
 from kvstore.host.lifetime import (
     ADOPTION_S,
     FIRST_USE_S,
-    TELLER_S,
     Adoption,
     Attempts,
     Presence,
-    Teller,
 )
 from kvstore.host.messages import Farewell, Join, Joined, Refused, decode, encode
 from kvstore.host.place import Place
+from kvstore.host.telling import TELLER_S, Teller, Told
+from kvstore.owner.card import OwnerStats
 from kvstore.protocol.users import check_user
 
 LINGER_S = 600.0
@@ -68,16 +68,39 @@ def test_a_lost_owner_is_looked_for_at_once_and_then_less_and_less() -> None:
 
 
 def test_one_process_tells_what_an_owner_holds_until_it_asks_no_more() -> None:
-    teller, now_s = Teller(), 100.0
+    teller, now_s, own = Teller(1), 100.0, OwnerStats(objects=3)
     for _ in range(3):
         now_s += TELLER_S - 1
-        assert teller.is_(b"a", now_s)
-        assert not teller.is_(b"b", now_s)
+        assert teller.tell(b"a", own, now_s) == (1, own)
+        assert teller.tell(b"b", own, now_s) is None
     now_s += TELLER_S
-    assert teller.is_(b"b", now_s)
-    assert not teller.is_(b"a", now_s)
+    assert teller.tell(b"b", own, now_s) == (2, own)
+    assert teller.tell(b"a", own, now_s) is None
     teller.keep()
-    assert not teller.is_(b"b", 1e12), "the owner does it itself"
+    assert teller.tell(b"b", own, 1e12) is None, "the owner does it itself"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 9))))
+def test_all_processes_together_tell_what_an_owner_has_done_once(
+    steps: list[tuple[bool, int, int]],
+) -> None:
+    """Also when its owner is followed by another, and when one has its second turn."""
+    owners, now_s, latest = [OwnerStats()], 0.0, dict[int, OwnerStats]()
+    teller, processes, counted = Teller(1), [Told(), Told(), Told()], 0
+    for is_new, asker, risen in steps:
+        now_s += TELLER_S
+        if is_new:
+            teller, owners = Teller(1000 * len(owners)), [*owners, OwnerStats()]
+        last = owners[-1]
+        claims = {"granted": last.claims.get("granted", 0) + risen}
+        owners[-1] = own = OwnerStats(risen, claims, last.published + risen)
+        told = teller.tell(bytes([asker]), own, now_s)
+        assert told is not None
+        latest[asker] = processes[asker].add(*told)
+        counted += risen
+        assert latest[asker].objects == risen, "what is now"
+        assert sum(one.published for one in latest.values()) == counted
+        assert sum(one.claims["granted"] for one in latest.values()) == counted
 
 
 @dataclass

@@ -129,7 +129,8 @@ def test_who_lends_nothing_tells_nothing_of_it() -> None:
 def test_who_uses_the_owner_of_a_host_tells_also_what_that_one_knows(tells: bool) -> None:
     seen = OwnerSeen("process 7", 20, True)
     mine = StoreStatus(8, "x", 0, None, (seen,), {"right": 1}, {}, {}, 0, 0, 0)
-    told = counters(found := with_owner(mine, STATUS, tells=tells)) | gauges(found)
+    found = with_owner(mine, STATUS, STATUS.own if tells else None)
+    told = counters(found) | gauges(found)
     assert told["gets_total", ("right",)] == 1, "its own"
     assert told["owners", ("usable",)] == 3
     assert told["owners", ("unusable",)] == 1
@@ -138,6 +139,16 @@ def test_who_uses_the_owner_of_a_host_tells_also_what_that_one_knows(tells: bool
     assert told["table_bytes", ()] == (333 if tells else 0)
     assert told.get(("objects", ())) == (12 if tells else None)
     assert told.get(("published_total", ())) == (11 if tells else None)
+
+
+def test_what_only_rises_can_be_told_from_a_moment_on() -> None:
+    own = STATUS.own
+    assert own is not None
+    begun = msgspec.structs.replace(STATUS, own=own.since(own))
+    told = counters(msgspec.structs.replace(STATUS, own=None))
+    assert not any(value for key, value in counters(begun).items() if key not in told)
+    assert gauges(begun) == gauges(STATUS)
+    assert own.since(own).behind(own) == own
 
 
 @pytest.mark.slow

@@ -146,6 +146,13 @@ def test_a_counter_that_begins_anew_counts_on():
     assert deltas.of({("a", ()): 3}) == {("a", ()): 3}
 
 
+def test_a_counter_that_another_rank_told_meanwhile_counts_on():
+    deltas = Deltas()
+    assert deltas.of({("a", ()): 10}) == {("a", ()): 10}
+    assert deltas.of({}) == {}
+    assert deltas.of({("a", ()): 12}) == {("a", ()): 2}
+
+
 def test_counters_are_there_before_they_count():
     assert Deltas().of({("a", ()): 0}) == {("a", ()): 0}
 
