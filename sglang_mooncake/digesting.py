@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 import te
 from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.digest_thread import DigestThread, Job, Pause
@@ -52,6 +55,9 @@ logger = logging.getLogger(__name__)
 _PLANS_MAX = 256
 #: How many pages and buffers a sentence names.
 _NAMED_MAX = 8
+
+#: Of cells, by name.
+Bytes = dict[str, npt.NDArray[np.uint8]]
 
 
 class _Unwanted(Exception):
@@ -252,23 +258,34 @@ class LandedDigests:
             f"{asked.link} and {self.rank} differ there, of room {asked.room.number}: memory was "
             "used again too early, or something between the two ranks changes bytes"
         )
-        self._keep(asked.room, reason, lists, differ)
+        yield from self._keep(asked.room, reason, lists, differ)
         return reason
 
     def _keep(
         self, room: Room, reason: str, lists: Sequence[Cells], differ: Sequence[Difference]
-    ) -> None:
-        if self.kept is None or not self.kept.has_room(room.number):
+    ) -> Generator[Pause, None, None]:
+        """Raises _Unwanted once the end of the room is decided: the pages may be another's."""
+        if self.kept is None or not self.kept.claim(room.number):
             return
-        assert self.digester is not None
+        cells: Bytes | None = None
         try:
-            cells = bytes_of(lists, differ, self.digester.read)
+            cells = yield from self._bytes(room, lists, differ)
         except (te.Error, MemoryError) as error:  # the request fails for the difference
             self._unmade.log(f"room {room.number}: bytes that differ: {_why(error)}", error)
-            return
-        if room.view.decided:
-            raise _Unwanted
-        self.kept.keep(room.number, reason, cells)
+        finally:
+            self.kept.keep(room.number, reason, cells)
+
+    def _bytes(
+        self, room: Room, lists: Sequence[Cells], differ: Sequence[Difference]
+    ) -> Generator[Pause, None, Bytes]:
+        assert self.digester is not None
+        cells: Bytes = {}
+        for some in bytes_of(lists, differ, self.digester.read):
+            yield Pause.OTHERS_TURN
+            if room.view.decided:
+                raise _Unwanted
+            cells |= some
+        return cells
 
     def _cells(
         self, landed: _Landed, theirs: Sequence[Digests], source: tuple[Layout, Place]

@@ -4,6 +4,7 @@ thread writes them: a disk that is slow keeps no request waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -23,12 +24,11 @@ __all__ = ["FILES_MAX", "KeptBytes"]
 
 logger = logging.getLogger(__name__)
 
-#: In the directory, whoever wrote them; those that are there are of the first differences, which
-#: mostly tell more than those behind them. Each rank counts by itself, so that those that write at
-#: the same moment may leave one more each.
+#: In the directory, of all ranks that share it; those that are there are of the first differences,
+#: which mostly tell more than those behind them.
 FILES_MAX = 64
-#: Files that are yet to be written.
-_QUEUED_MAX = 4
+#: Requests whose bytes are being read, or are yet to be written.
+_UNWRITTEN_MAX = 4
 #: So long after a file that could not be written no other is tried.
 _REST_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -44,8 +44,8 @@ class _Difference:
 
 
 class KeptBytes:
-    """Files `room-NUMBER-TIME.npz` (`numpy.load`): each cell by its name, and `reason`. Only their
-    owner may read them, since they are of somebody's prompt.
+    """Files `difference-NN.npz` (`numpy.load`): each cell by its name, `room` and `reason`. Only
+    their owner may read them, since they are of somebody's prompt.
 
     Raises:
         OSError: there is no such directory, and it cannot be made.
@@ -54,7 +54,8 @@ class KeptBytes:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = directory
-        self._queue: queue.Queue[_Difference | None] = queue.Queue(_QUEUED_MAX)
+        self._queue: queue.SimpleQueue[_Difference | None] = queue.SimpleQueue()
+        self._places = threading.BoundedSemaphore(_UNWRITTEN_MAX)
         self._thread = threading.Thread(target=self._run, name="kv-kept-bytes", daemon=True)
         self._pace = Pace()
         #: Until when none is tried, by the monotonic clock.
@@ -63,20 +64,24 @@ class KeptBytes:
     def start(self) -> None:
         self._thread.start()
 
-    def has_room(self, room: int) -> bool:
-        """Whether bytes of this room would be kept, before they are read for it."""
+    def claim(self, room: int) -> bool:
+        """Whether bytes of this room can be kept; the log says why not. They are read behind this,
+        and `keep` follows."""
         if time.monotonic() < self._rests_until_s:
             self._not_kept(room, "the last file could not be written")
             return False
-        if self._queue.full():
-            self._not_kept(room, f"{_QUEUED_MAX} files are yet to be written")
+        if not self._places.acquire(blocking=False):
+            self._not_kept(room, f"those of {_UNWRITTEN_MAX} others are yet to be written")
             return False
         return True
 
-    def keep(self, room: int, reason: str, cells: Cells) -> None:
-        """Has them written; the log says where, or why not. Never waits. One thread calls this,
-        behind `has_room`."""
-        self._queue.put_nowait(_Difference(room, reason, cells))
+    def keep(self, room: int, reason: str, cells: Cells | None) -> None:
+        """Has them written; the log says where, or why not. None: there are none after all. Never
+        waits."""
+        if cells is None:
+            self._places.release()
+        else:
+            self._queue.put(_Difference(room, reason, cells))
 
     def _not_kept(self, room: int, why: str) -> None:
         more = self._pace.more()
@@ -85,17 +90,13 @@ class KeptBytes:
 
     def close(self) -> None:
         """Once those are written that were kept, unless a disk is too slow for that. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        try:
-            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
-        except queue.Full:
-            return
-        self._thread.join(max(deadline_s - time.monotonic(), 0.0))
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
+            self._places.release()
             try:
                 path = self._write(one)
             except Exception as error:
@@ -116,17 +117,20 @@ class KeptBytes:
                 )
 
     def _write(self, one: _Difference) -> Path:
-        files = sum(1 for _ in self._directory.glob("room-*"))  # Also of one that was killed.
-        if files >= FILES_MAX:
-            raise OSError(f"{self._directory} has {files} files of bytes already: remove some")
-        path = self._directory / f"room-{one.room}-{time.time_ns()}.npz"
-        part = path.with_suffix(".part")
-        arrays: dict[str, Any] = {"reason": np.array(one.reason), **one.cells}
+        path, descriptor = self._new_file()
+        arrays: dict[str, Any] = {"room": one.room, "reason": one.reason, **one.cells}
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+            with os.fdopen(descriptor, "wb") as file:
                 np.savez(file, **arrays)
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         return path
+
+    def _new_file(self) -> tuple[Path, int]:
+        """The first that is not there. The file system gives each name to one rank alone."""
+        for number in range(FILES_MAX):
+            path = self._directory / f"difference-{number:02d}.npz"
+            with contextlib.suppress(FileExistsError):
+                return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        raise OSError(f"{self._directory} has {FILES_MAX} files of bytes already: remove some")

@@ -22,7 +22,7 @@ from bootstrap_server.settings.values import (
     whole,
 )
 from sglang_mooncake.kept_bytes import FILES_MAX
-from sglang_mooncake.layout.cells import NBYTES_AT_ONCE
+from sglang_mooncake.layout.cells import NBYTES_KEPT_MAX
 from sglang_mooncake.layout.chosen import SAMPLE_CELLS_MIN, SAMPLE_NBYTES, SAMPLE_ROOMS, Verify
 from sglang_mooncake.registries import Registries, addresses
 from sglang_mooncake.sglang.mooncake_variables import VARIABLES
@@ -173,9 +173,9 @@ SETTINGS: tuple[Setting, ...] = (
         "verify_dir",
         file_path(),
         "Directory in which a decode server keeps the bytes that have arrived and differ from what"
-        f" was sent: of each such request one file of about {NBYTES_AT_ONCE >> 20} MiB at most, in"
-        f" all {FILES_MAX} files, which only its user may read. They are parts of prompts. What the"
-        " prefill server had sent is not kept.",
+        f" was sent: of each such request one file of about {NBYTES_KEPT_MAX >> 20} MiB at most, in"
+        f" all {FILES_MAX} files, of all ranks that share it, which only its user may read. They are"
+        " parts of prompts. What the prefill server had sent is not kept.",
         unset="nothing is kept",
     ),
     _own(

@@ -184,7 +184,7 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
         ]
         return np.stack(found), read(addresses, offsets, sizes)
 
-    found = bytes_of(there, differ, with_bytes)
+    (found,) = bytes_of(there, differ, with_bytes)
     assert {name: cell.tolist() for name, cell in found.items()} == {
         f"page {at} in k of layer {layer}": target.arrays["k", layer][5 - at].tolist()
         for at in (0, 1)
@@ -192,12 +192,18 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
     }
     assert calls == [4]  # Others wait for each call.
     (item,) = {len(cell) for cell in found.values()}
-    for name, most in (("CELLS_AT_ONCE", 2), ("NBYTES_AT_ONCE", 2 * item)):
+    names = list(found)
+    for name, most, pieces in (
+        ("CELLS_READ_AT_ONCE", 3, [names[:3], names[3:]]),
+        ("NBYTES_READ_AT_ONCE", 2 * item, [names[:2], names[2:]]),
+        ("NBYTES_READ_AT_ONCE", item - 1, [[name] for name in names]),
+        ("CELLS_KEPT_MAX", 2, [names[:2]]),
+        ("NBYTES_KEPT_MAX", 2 * item, [names[:2]]),
+        ("NBYTES_KEPT_MAX", item - 1, [names[:1]]),
+    ):
         with monkeypatch.context() as bounded:
             bounded.setattr(cells_module, name, most)
-            assert list(bytes_of(there, differ, with_bytes)) == list(found)[:2]
-    monkeypatch.setattr(cells_module, "NBYTES_AT_ONCE", item - 1)
-    assert list(bytes_of(there, differ, with_bytes)) == list(found)[:1]
+            assert [list(piece) for piece in bytes_of(there, differ, with_bytes)] == pieces
 
 
 def test_digests_of_other_cells_are_no_digests_to_compare():
