@@ -167,7 +167,7 @@ class DecodeSide(Side):
             context.name,
             lambda compare: self._landed(compare.expected),
             lambda verified: self._loop.post(verified),
-            None if context.verify_dir is None else KeptBytes(context.verify_dir),
+            None if context.verify_dir is None else KeptBytes(context.verify_dir, context.name),
         )
         self._fencer = Fencer(
             engine.fence, lambda room: self._loop.post(rooms.Fenced(room)), "kv-decode-fences"

@@ -37,14 +37,16 @@ from sglang_mooncake.layout import (
 )
 from sglang_mooncake.messages import (
     ListDigests,
+    RoomDiffers,
     RoomDigests,
     indices_from_bytes,
     states_from_bytes,
 )
 from sglang_mooncake.rooms.arrival import CompletionDisagrees
-from sglang_mooncake.rooms.decode_events import Compare, Verified
-from sglang_mooncake.rooms.prefill_events import Digest, Digested
+from sglang_mooncake.rooms.decode_events import Compare, Tell, Verified
+from sglang_mooncake.rooms.prefill_events import Digest, Digested, LookAgain
 from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.sent_lately import Found, SentDigest, SentLately, look
 from sglang_mooncake.stats import Recorder
 
 __all__ = ["LandedDigests", "SentDigests", "digester_of"]
@@ -100,32 +102,39 @@ def digester_of(engine: te.Engine, verify: Verify) -> te.Digester | None:
         return None
 
 
+@dataclass(eq=False)
 class SentDigests:
     """Of a prefill rank.
 
-    Args:
-        digester: None of a rank whose rules ask for no digest.
-        post: hands what has come of a `Digest` to the loop, from the thread.
+    digester: None of a rank whose rules ask for no digest.
+    rank: of this rank, for sentences.
+    post: hands what has come of a `Digest` to the loop, from the thread.
+    kept: takes the bytes of what differs where it arrived; None where they are not kept.
     """
 
-    def __init__(
-        self, digester: te.Digester | None, recorder: Recorder, post: Callable[[Digested], None]
-    ) -> None:
-        self._digester, self._recorder, self._post = digester, recorder, post
-        self._unmade = _Unmade()
-        self._thread = DigestThread("kv-prefill-digests")
+    digester: te.Digester | None
+    recorder: Recorder
+    rank: str
+    post: Callable[[Digested], None]
+    kept: KeptBytes | None = None
+    _lately: SentLately = field(default_factory=SentLately)
+    _unmade: _Unmade = field(default_factory=lambda: _Unmade())
+    _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-prefill-digests"))
 
     def start(self) -> None:
         self._thread.start()
+        if self.kept is not None:
+            self.kept.start()
 
     def make(self, asked: Digest) -> None:
         """`post` is called with `Digested`."""
         self._thread.add(self._made(asked))
 
+    def look_again(self, asked: LookAgain, decode_rank: str) -> None:
+        self._thread.add(self._looked(asked, decode_rank))
+
     def close(self) -> None:
-        self._thread.close()
-        if self._digester is not None:
-            self._digester.close()
+        _close(self._thread, self.digester, self.kept)
 
     def _made(self, asked: Digest) -> Job:
         room, message, failure = asked.room, None, None
@@ -136,18 +145,60 @@ class SentDigests:
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the peer
             failure = _why(error)
             self._unmade.log(f"no digests of room {room.number}: {failure}", error)
-        self._post(Digested(room, asked.peer, message, failure))
+        self.post(Digested(room, asked.peer, message, failure))
 
     def _message(self, asked: Digest) -> Generator[Pause, None, RoomDigests]:
-        assert self._digester is not None
+        assert self.digester is not None
         # The engine has all writes of the room by now: nothing that moves them can know the seed.
         verify, seed = asked.verify, secrets.randbits(64)
         found = yield from _digests(
-            asked.lists(), verify, seed, self._digester, asked.room, self._recorder
+            asked.lists(), verify, seed, self.digester, asked.room, self.recorder
         )
         lists = tuple(ListDigests.of(one) for one in found)
         number, generation = asked.room.number, asked.generation
-        return RoomDigests(number, generation, verify, seed, asked.nbytes, lists)
+        message = RoomDigests(number, generation, verify, seed, asked.nbytes, lists)
+        self._lately.add(asked, message)
+        return message
+
+    def _looked(self, asked: LookAgain, decode_rank: str) -> Job:
+        sent, number = self._lately.take(asked.peer, asked.message), asked.message.room
+        try:
+            if sent is None:
+                raise ValueError("its digests are no longer known")
+            yield from self._look(sent, asked.message, decode_rank)
+        except Exception as error:  # noqa: BLE001 - it is logged, and the room has failed
+            what = f"room {number}: what {decode_rank} has is not what was sent, and {self.rank}"
+            self._unmade.log(f"{what} cannot look again at what it has sent: {_why(error)}", error)
+
+    def _look(
+        self, sent: SentDigest, message: RoomDiffers, decode_rank: str
+    ) -> Generator[Pause, None, None]:
+        assert self.digester is not None
+        lists, said = sent.asked.lists(), sent.message
+        before = [one.digests for one in said.lists]
+        landed = [one.digests for one in message.lists]
+        differ = differences(lists, before, landed)
+        if not differ:
+            raise ValueError(f"{decode_rank} has told the digests that were sent")
+        cells: Bytes | None = None
+        is_kept = self.kept is not None and self.kept.claim(said.room)
+        reason = ""
+        try:
+            # First the bytes: what has the right digests behind that had them all the while.
+            copied = (yield from _bytes(lists, differ, self.digester)) if is_kept else None
+            now = yield from _digests(
+                lists, said.verify, said.seed, self.digester, None, self.recorder
+            )
+            found = look(lists, now, before, landed)
+            reason = (
+                f"the KV cache that {decode_rank} has of room {said.room} is not the one that was "
+                f"sent: {_told(differ)}. The memory of {self.rank} {found.value}"
+            )
+            cells = None if found is Found.OTHER else copied
+        finally:
+            if self.kept is not None and is_kept:
+                self.kept.keep(said.room, reason, cells)
+        logger.warning("%s", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +244,14 @@ class LandedDigests:
         self._thread.add(self._compared(asked, source))
 
     def close(self) -> None:
-        self._thread.close()
-        if self.digester is not None:
-            self.digester.close()
-        if self.kept is not None:
-            self.kept.close()
+        _close(self._thread, self.digester, self.kept)
 
     def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> Job:
-        room, failure = asked.room, None
+        room, failure, tell = asked.room, None, None
         try:
             while (completion := self._landed(asked)) is None:
                 yield Pause.NOT_YET
-            failure = yield from self._failure(_Landed(asked, completion), source)
+            failure, tell = yield from self._outcome(_Landed(asked, completion), source)
         except _Unwanted:
             return
         except CompletionDisagrees as error:
@@ -218,7 +265,7 @@ class LandedDigests:
             if room.view.decided:
                 return
             failure = self._not_compared(asked, error)
-        self.post(Verified(room, asked.expected.tag, failure))
+        self.post(Verified(room, asked.expected.tag, failure, tell))
 
     def _landed(self, asked: Compare) -> CompletionRecord | None:
         if asked.room.view.decided:
@@ -233,10 +280,10 @@ class LandedDigests:
         is_for_all = Verify.ALL in (asked.message.verify, asked.request.verify)
         return reason if is_for_all else None
 
-    def _failure(
+    def _outcome(
         self, landed: _Landed, source: tuple[Layout, Place]
-    ) -> Generator[Pause, None, str | None]:
-        """None if all is as it was sent."""
+    ) -> Generator[Pause, None, tuple[str | None, Tell | None]]:
+        """Why the request fails, and what the source hears of it; None if all is as it was sent."""
         asked, message = landed.compare, landed.compare.message
         if message.failure is not None:
             raise te.DigestError(f"it has made no digests: {message.failure}")
@@ -252,14 +299,15 @@ class LandedDigests:
         differ = differences(lists, found, theirs)
         self.recorder.compared("different" if differ else "equal")
         if not differ:
-            return None
+            return None, None
         reason = (
             f"the KV cache that arrived is not the one that was sent: {_told(differ)}. Digests of "
             f"{asked.link} and {self.rank} differ there, of room {asked.room.number}: memory was "
             "used again too early, or something between the two ranks changes bytes"
         )
         yield from self._keep(asked.room, reason, lists, differ)
-        return reason
+        digests = tuple(ListDigests.of(one) for one in found)
+        return reason, Tell(asked.link, RoomDiffers(message.room, message.generation, digests))
 
     def _keep(
         self, room: Room, reason: str, lists: Sequence[Cells], differ: Sequence[Difference]
@@ -267,25 +315,14 @@ class LandedDigests:
         """Raises _Unwanted once the end of the room is decided: the pages may be another's."""
         if self.kept is None or not self.kept.claim(room.number):
             return
+        assert self.digester is not None
         cells: Bytes | None = None
         try:
-            cells = yield from self._bytes(room, lists, differ)
+            cells = yield from _bytes(lists, differ, self.digester, room)
         except (te.Error, MemoryError) as error:  # the request fails for the difference
             self._unmade.log(f"room {room.number}: bytes that differ: {_why(error)}", error)
         finally:
             self.kept.keep(room.number, reason, cells)
-
-    def _bytes(
-        self, room: Room, lists: Sequence[Cells], differ: Sequence[Difference]
-    ) -> Generator[Pause, None, Bytes]:
-        assert self.digester is not None
-        cells: Bytes = {}
-        for some in bytes_of(lists, differ, self.digester.read):
-            yield Pause.OTHERS_TURN
-            if room.view.decided:
-                raise _Unwanted
-            cells |= some
-        return cells
 
     def _cells(
         self, landed: _Landed, theirs: Sequence[Digests], source: tuple[Layout, Place]
@@ -317,17 +354,44 @@ class LandedDigests:
         return plan
 
 
+def _close(thread: DigestThread, digester: te.Digester | None, kept: KeptBytes | None) -> None:
+    thread.close()
+    if digester is not None:
+        digester.close()
+    if kept is not None:
+        kept.close()
+
+
+def _check_wanted(room: Room | None) -> None:
+    if room is not None and room.view.decided:
+        raise _Unwanted
+
+
+def _bytes(
+    lists: Sequence[Cells],
+    differ: Sequence[Difference],
+    digester: te.Digester,
+    room: Room | None = None,
+) -> Generator[Pause, None, Bytes]:
+    """Raises _Unwanted once the end of the room, if any, is decided."""
+    cells: Bytes = {}
+    for some in bytes_of(lists, differ, digester.read):
+        yield Pause.OTHERS_TURN
+        _check_wanted(room)
+        cells |= some
+    return cells
+
+
 def _digests(
     lists: Sequence[Cells],
     verify: Verify,
     seed: int,
     digester: te.Digester,
-    room: Room,
+    room: Room | None,
     recorder: Recorder,
 ) -> Generator[Pause, None, tuple[Digests, ...]]:
-    """Raises _Unwanted once the end of the room is decided."""
-    if room.view.decided:
-        raise _Unwanted
+    """Raises _Unwanted once the end of the room, if any, is decided."""
+    _check_wanted(room)
     began_s, spent_s = time.monotonic(), 0.0
     cells, nbytes = _sizes(lists)
     chosen = chosen_cells(seed, sample_size(verify, cells, nbytes), cells)
@@ -336,8 +400,7 @@ def _digests(
         made += found
         spent_s += time.monotonic() - began_s
         yield Pause.OTHERS_TURN
-        if room.view.decided:
-            raise _Unwanted
+        _check_wanted(room)
         began_s = time.monotonic()
     part = len(chosen) / cells if cells else 1.0
     recorder.digested(len(chosen), int(nbytes * part), spent_s)

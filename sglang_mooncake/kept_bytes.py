@@ -44,16 +44,19 @@ class _Difference:
 
 
 class KeptBytes:
-    """Files `difference-NN.npz` (`numpy.load`): each cell by its name, `room` and `reason`. Only
-    their owner may read them, since they are of somebody's prompt.
+    """Files `difference-NN.npz` (`numpy.load`): each cell by its name, `rank`, `room` and `reason`.
+    Only their owner may read them, since they are of somebody's prompt.
+
+    Args:
+        rank: whose memory had these bytes.
 
     Raises:
         OSError: there is no such directory, and it cannot be made.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rank: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory = directory
+        self._directory, self._rank = directory, rank
         self._queue: queue.SimpleQueue[_Difference | None] = queue.SimpleQueue()
         self._places = threading.BoundedSemaphore(_UNWRITTEN_MAX)
         self._thread = threading.Thread(target=self._run, name="kv-kept-bytes", daemon=True)
@@ -118,7 +121,8 @@ class KeptBytes:
 
     def _write(self, one: _Difference) -> Path:
         path, descriptor = self._new_file()
-        arrays: dict[str, Any] = {"room": one.room, "reason": one.reason, **one.cells}
+        about = {"rank": self._rank, "room": one.room, "reason": one.reason}
+        arrays: dict[str, Any] = {**about, **one.cells}
         try:
             with os.fdopen(descriptor, "wb") as file:
                 np.savez(file, **arrays)

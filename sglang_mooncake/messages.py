@@ -30,6 +30,7 @@ __all__ = [
     "MessageError",
     "RoomAbort",
     "RoomComputed",
+    "RoomDiffers",
     "RoomDigests",
     "RoomFailed",
     "RoomRequest",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -286,6 +287,15 @@ class RoomDigests(msgspec.Struct, frozen=True, tag="room_digests"):
         _cut(self, "failure", REASON_CHARS_MAX)
 
 
+class RoomDiffers(msgspec.Struct, frozen=True, tag="room_differs"):
+    """decode → prefill: what has arrived has other digests than `RoomDigests` says, namely these of
+    the same lists. A `RoomAbort` says that the room has ended."""
+
+    room: int
+    generation: int
+    lists: tuple[ListDigests, ...]
+
+
 class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
     """prefill → decode: this room will never arrive.
 
@@ -320,6 +330,7 @@ Message = (
     | RoomRequest
     | RoomAbort
     | RoomDigests
+    | RoomDiffers
     | RoomFailed
     | LinkReset
 )

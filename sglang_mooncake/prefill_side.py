@@ -22,6 +22,7 @@ from sglang_mooncake.digesting import SentDigests, digester_of
 from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.gpu_events import EventWaiter
+from sglang_mooncake.kept_bytes import KeptBytes
 from sglang_mooncake.layout import Layout, Plan, can_go_by_layers, without_addresses
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
@@ -64,7 +65,13 @@ class PrefillSide(Side):
     ) -> None:
         self._context, self._recorder, self._stages = context, recorder, stages
         digester = digester_of(engine, context.verify)
-        self._digests = SentDigests(digester, recorder, lambda made: self._loop.post(made))
+        self._digests = SentDigests(
+            digester,
+            recorder,
+            context.name,
+            lambda made: self._loop.post(made),
+            None if context.verify_dir is None else KeptBytes(context.verify_dir, context.name),
+        )
         self._rooms = rooms.PrefillRooms(
             self._plan_of,
             context.deadlines.bootstrap_s,
@@ -281,6 +288,8 @@ class PrefillSide(Side):
                 self._executor.submit(rooms.WriteBegan(room, began_s))
             case rooms.Digest():
                 self._digests.make(instruction)
+            case rooms.LookAgain(key):
+                self._digests.look_again(instruction, self._links[key].rank)
             case rooms.AwaitEvents():
                 self._gpu_events.wait_for(instruction)
             case rooms.CancelWrites(room, keys):

@@ -42,17 +42,24 @@ from sglang_mooncake.messages import (
     Message,
     MessageError,
     RoomAbort,
+    RoomDiffers,
     RoomRequest,
     RoomWait,
 )
-from sglang_mooncake.rooms.prefill_events import PeerLost, Requested, RoomAborted, WaitsForPrompt
+from sglang_mooncake.rooms.prefill_events import (
+    Differed,
+    PeerLost,
+    Requested,
+    RoomAborted,
+    WaitsForPrompt,
+)
 from sglang_mooncake.workers import Workers
 
 __all__ = ["Connected", "LinkEvent", "Poster", "PrefillLinks", "Unreached"]
 
 logger = logging.getLogger(__name__)
 
-LinkEvent = Requested | WaitsForPrompt | RoomAborted | PeerLost
+LinkEvent = Requested | WaitsForPrompt | RoomAborted | Differed | PeerLost
 
 #: A peer that floods us must not keep the loop from everybody else's rooms.
 MESSAGES_PER_TURN = 256
@@ -291,6 +298,8 @@ class PrefillLinks:
                 self._report(WaitsForPrompt(key, message))
             case RoomRequest() if key in self._destinations:
                 self._report(Requested(key, message))
+            case RoomDiffers() if key in self._destinations:
+                self._report(Differed(key, message))
             case RoomRequest() | RoomWait():
                 self.send(
                     key, LinkReset(f"{self._name} has no data connection to this decode rank")

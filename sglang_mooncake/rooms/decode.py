@@ -381,7 +381,8 @@ class DecodeRooms:
         if record is None or record.view.state is not RoomState.REQUESTED:
             return []
         if verified.failure is not None:
-            return self._end(record, RoomState.FAILED, verified.failure)
+            tell: list[Instruction] = [] if verified.tell is None else [verified.tell]
+            return tell + self._end(record, RoomState.FAILED, verified.failure)
         self._views.change(record, verified=record.view.verified | {verified.tag})
         return []
 

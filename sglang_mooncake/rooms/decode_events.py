@@ -16,6 +16,7 @@ from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDiffers,
     RoomDigests,
     RoomFailed,
     RoomRequest,
@@ -179,12 +180,17 @@ class PeerDigested:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What came of a `Compare`. failure: why what has arrived from this source cannot be given to
-    the scheduler; None if its digests are equal."""
+    """What came of a `Compare`.
+
+    failure: why what has arrived from this source cannot be given to the scheduler; None if its
+        digests are equal.
+    tell: what this source is to hear of it.
+    """
 
     room: Room
     tag: int
     failure: str | None
+    tell: Tell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +245,7 @@ class Expect:
 @dataclass(frozen=True, slots=True)
 class Tell:
     link: Hashable
-    message: RoomWait | RoomRequest | RoomAbort
+    message: RoomWait | RoomRequest | RoomDiffers | RoomAbort
 
 
 @dataclass(frozen=True, slots=True, eq=False)

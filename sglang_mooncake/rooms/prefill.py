@@ -24,6 +24,7 @@ from sglang_mooncake.rooms.prefill_events import (
     Chunk,
     ChunkSent,
     Computed,
+    Differed,
     Digest,
     Digested,
     Event,
@@ -31,6 +32,7 @@ from sglang_mooncake.rooms.prefill_events import (
     FellBack,
     Instruction,
     LayersFilled,
+    LookAgain,
     Met,
     Misdirected,
     PeerLost,
@@ -67,6 +69,7 @@ __all__ = [
     "ChunkSent",
     "Closed",
     "Computed",
+    "Differed",
     "Digest",
     "Digested",
     "Event",
@@ -74,6 +77,7 @@ __all__ = [
     "FellBack",
     "Instruction",
     "LayersFilled",
+    "LookAgain",
     "Met",
     "Misdirected",
     "Opened",
@@ -208,6 +212,8 @@ class PrefillRooms:
                 return self._write_ended(event, now_s)
             case Digested():
                 return self._digested(event)
+            case Differed(peer, message):
+                return [LookAgain(peer, message)]
             case PeerLost(peer, reason):
                 return self._requests.lost(peer, reason, now_s)
             case Tick():

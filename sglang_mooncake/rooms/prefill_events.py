@@ -15,6 +15,7 @@ from sglang_mooncake.layout import Cells, CompletionRecord, Layers, Verify
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
+    RoomDiffers,
     RoomDigests,
     RoomFailed,
     RoomRequest,
@@ -31,6 +32,7 @@ __all__ = [
     "Chunk",
     "ChunkSent",
     "Computed",
+    "Differed",
     "Digest",
     "Digested",
     "Event",
@@ -38,6 +40,7 @@ __all__ = [
     "FellBack",
     "Instruction",
     "LayersFilled",
+    "LookAgain",
     "Met",
     "Misdirected",
     "PeerLost",
@@ -189,6 +192,14 @@ class Digested:
 
 
 @dataclass(frozen=True, slots=True)
+class Differed:
+    """A decode rank has found that other bytes have arrived than were sent."""
+
+    peer: str
+    message: RoomDiffers
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     peer: str
     reason: str
@@ -210,6 +221,7 @@ Event = (
     | WriteBegan
     | WriteEnded
     | Digested
+    | Differed
     | PeerLost
     | Tick
 )
@@ -271,6 +283,15 @@ class Digest:
     lists: Callable[[], tuple[Cells, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class LookAgain:
+    """Say in the log whether the memory of this rank still has what was sent to this peer. The room
+    may be over, and its pages another's: digests tell."""
+
+    peer: str
+    message: RoomDiffers
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitEvents:
     """Say `EventsHappened` once all of these have happened, if the room goes on until then."""
@@ -308,4 +329,4 @@ class Tell:
     message: RoomComputed | RoomDigests | RoomFailed
 
 
-Instruction = Met | AwaitEvents | Write | Digest | CancelWrites | Tell | FellBack | Over
+Instruction = Met | AwaitEvents | Write | Digest | LookAgain | CancelWrites | Tell | FellBack | Over

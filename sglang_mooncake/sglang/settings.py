@@ -172,10 +172,11 @@ SETTINGS: tuple[Setting, ...] = (
     _own(
         "verify_dir",
         file_path(),
-        "Directory in which a decode server keeps the bytes that have arrived and differ from what"
-        f" was sent: of each such request one file of about {NBYTES_KEPT_MAX >> 20} MiB at most, in"
-        f" all {FILES_MAX} files, of all ranks that share it, which only its user may read. They are"
-        " parts of prompts. What the prefill server had sent is not kept.",
+        "Directory in which a server keeps the bytes where a decode server has got others than were"
+        " sent: a decode server what has arrived, a prefill server what it has sent, if its memory"
+        " still has that. Each keeps one file for such a request, of about"
+        f" {NBYTES_KEPT_MAX >> 20} MiB at most. All ranks that share the directory keep"
+        f" {FILES_MAX} files, which only their user may read. They are parts of prompts.",
         unset="nothing is kept",
     ),
     _own(

@@ -301,11 +301,12 @@ def handover(
     decode_facts: Mapping[str, Any] | None = None,
     verify: tuple[Verify, Verify] = (Verify.ALL, Verify.ALL),
     verify_dir: Path | None = None,
+    source_verify_dir: Path | None = None,
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
     those of all three, unless the decode rank has its own. `prefill_facts`, `decode_facts`: what
     their instances' configurations say otherwise. `verify`: of the prefill and of the decode rank.
-    `verify_dir`: of the latter.
+    `source_verify_dir`, `verify_dir`: the same.
     """
     deadlines = deadlines or PATIENT
     source = source or Pool(seed=1)
@@ -314,7 +315,8 @@ def handover(
     address = f"{HOST}:{server.port}"
     alike: dict[str, Any] = {"decode_allocation_policy": policy}
     here = make_context("prefill", address, deadlines, keys=keys, verify=verify[0], **alike)
-    here = replace(here, config=structs.replace(here.config, **(prefill_facts or {})))
+    here_config = structs.replace(here.config, **(prefill_facts or {}))
+    here = replace(here, config=here_config, verify_dir=source_verify_dir)
     decode_keys = keys if decode_keys is None else decode_keys
     there = make_context(
         "decode", "", deadlines, decode_page_size, keys=decode_keys, verify=verify[1], **alike

@@ -119,108 +119,6 @@ def test_a_request_after_one_that_differs_arrives():
         assert (totals(pair.decode)["equal"], totals(pair.decode)["different"]) == (1, 1)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[one.__name__ for one in FAULTS])
-def test_what_has_landed_and_differs_is_kept(fault: Fault, tmp_path):
-    with pair_of(verify_dir=tmp_path) as pair:
-        with faulty(pair, fault):
-            _, target = hand_over(pair)
-            until(lambda: target.view.over, "the room has failed")
-        landed = {
-            f"page {at} in latent of layer {layer}": pair.target.kv[layer, page].copy()
-            for layer in range(LAYERS)
-            for at, page in enumerate(TARGETS)
-        }
-    # Its threads have ended.
-    (path,) = tmp_path.iterdir()
-    with np.load(path) as found:
-        assert (int(found["room"]), str(found["reason"])) == (1, target.view.reason)
-        cells = {name: found[name] for name in found if name.startswith("page")}
-    assert cells
-    for name, cell in cells.items():
-        np.testing.assert_array_equal(cell, landed[name])
-
-
-def test_bytes_of_a_request_that_has_ended_are_not_kept(tmp_path, monkeypatch):
-    """They may be another's by now."""
-    with pair_of(verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
-        digester = pair.decode.side._digests.digester
-        read, asked, go_on = digester.read, threading.Event(), threading.Event()
-
-        def late(*of: Any) -> Any:
-            asked.set()
-            go_on.wait()
-            return read(*of)
-
-        monkeypatch.setattr(digester, "read", late)
-        kept, given = pair.decode.side._digests.kept, []
-        monkeypatch.setattr(kept, "keep", lambda *of: given.append(of[2]))
-        _, target = begin(pair)
-        assert asked.wait(60)
-        pair.decode.side.abort(target, "the client has left")
-        until(lambda: target.view.over, "the pages are free")
-        go_on.set()
-        until(lambda: given == [None], "nothing is kept")
-
-
-def test_a_request_does_not_wait_until_the_bytes_of_another_one_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(cells_module, "CELLS_READ_AT_ONCE", 1)
-    asked, go_on, order = threading.Event(), threading.Event(), []
-    with pair_of(verify_dir=tmp_path) as pair:
-        digests = pair.decode.side._digests
-        landed, read, post = digests.landed, digests.digester.read, digests.post
-
-        def spoilt(compare: Any) -> Any:
-            completion = landed(compare)
-            if completion is not None and compare.room.number == 1:
-                pair.target.kv[0, :20] ^= 1
-            return completion
-
-        def late(*of: Any) -> Any:
-            asked.set()
-            go_on.wait()
-            return read(*of)
-
-        def note(verified: Any) -> None:
-            order.append(verified.room.number)
-            post(verified)
-
-        digests.landed, digests.post = spoilt, note
-        monkeypatch.setattr(digests.digester, "read", late)
-        targets = []
-        for number, pages, aux in ((1, list(range(20)), 3), (2, [40], 4)):
-            source, target = pair.open_both(number)
-            targets.append(target)
-            pair.name_pages(target, pages, aux=aux)
-            until(lambda of=source: of.view.state is RoomState.READY, "it is ready")
-            pair.prefill.send(source, pages, 0, aux_slot=9)
-            assert asked.wait(60)
-        (expected,) = targets[1].view.expected
-        until(lambda: pair.decode.side._landed(expected), "all of the second one is here")
-        until(lambda: not digests._thread._new.empty(), "it is to be compared")
-        go_on.set()
-        until(lambda: pair.decode.side.has_arrived(targets[1]), "it has arrived")
-        until(lambda: targets[0].view.over, "the first room has failed")
-    assert order == [2, 1]
-    (path,) = tmp_path.iterdir()
-    with np.load(path) as found:
-        assert len([name for name in found if name.startswith("page")]) == 20
-
-
-def test_bytes_that_cannot_be_read_are_not_kept_and_the_request_fails_all_the_same(
-    tmp_path, monkeypatch, caplog
-):
-    def fails(*of: Any) -> Any:
-        raise te.DigestError("the device is lost")
-
-    with pair_of(verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
-        monkeypatch.setattr(pair.decode.side._digests.digester, "read", fails)
-        _, target = hand_over(pair)
-        until(lambda: target.view.over, "the room has failed")
-        assert "is not the one that was sent: page" in (target.view.reason or "")
-    assert "room 1: bytes that differ: the device is lost" in caplog.text
-    assert not list(tmp_path.iterdir())
-
-
 def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
     """As drawn, by the prefill rank."""
     with pair_of(verify=(Verify.SAMPLE, Verify.SAMPLE)) as pair:
@@ -306,7 +204,7 @@ def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
     asked, go_on, order = threading.Event(), threading.Event(), []
     with pair_of() as pair:
         sent = pair.prefill.side._digests
-        read, post = sent._digester.digests, sent._post
+        read, post = sent.digester.digests, sent.post
 
         def late(*of: Any) -> Any:
             asked.set()
@@ -317,8 +215,8 @@ def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
             order.append(made.room.number)
             post(made)
 
-        monkeypatch.setattr(sent._digester, "digests", late)
-        monkeypatch.setattr(sent, "_post", note)
+        monkeypatch.setattr(sent.digester, "digests", late)
+        monkeypatch.setattr(sent, "post", note)
         targets = []
         for number, pages, aux in ((1, list(range(20)), 3), (2, [40], 4)):
             source, target = pair.open_both(number)
@@ -383,12 +281,8 @@ def cannot_read(pair: Handover, side: str, error: Exception, monkeypatch: Any) -
     def fails(*args: Any) -> Any:
         raise error
 
-    digester = (
-        pair.prefill.side._digests._digester
-        if side == "prefill"
-        else pair.decode.side._digests.digester
-    )
-    monkeypatch.setattr(digester, "digests", fails)
+    digests = (pair.prefill if side == "prefill" else pair.decode).side._digests
+    monkeypatch.setattr(digests.digester, "digests", fails)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -28,7 +28,7 @@ def keep(kept: KeptBytes, room: int, reason: str = "") -> None:
 
 def test_a_file_has_each_cell_by_its_name_and_the_reason_and_is_for_its_owner(tmp_path, caplog):
     directory = tmp_path / "kept"
-    kept = KeptBytes(directory)
+    kept = KeptBytes(directory, "rank 3")
     kept.start()
     keep(kept, 7, "the reason")
     kept.close()
@@ -37,7 +37,8 @@ def test_a_file_has_each_cell_by_its_name_and_the_reason_and_is_for_its_owner(tm
     assert path.stat().st_mode & 0o777 == 0o600
     assert directory.stat().st_mode & 0o777 == 0o700
     with np.load(path) as found:
-        assert (int(found["room"]), str(found["reason"])) == (7, "the reason")
+        about = [str(found[name]) for name in ("rank", "room", "reason")]
+        assert about == ["rank 3", "7", "the reason"]
         assert found["page 3 in k of layer 0"].tolist() == list(range(8))
     assert f"8 bytes of room 7 that differ, in 1 cells, are kept in {path}" in caplog.text
 
@@ -47,7 +48,7 @@ def test_a_directory_has_so_many_files_and_no_more(tmp_path, caplog):
     for number in range(FILES_MAX):
         (tmp_path / f"difference-{number:02d}.npz").touch()
     (tmp_path / "difference-07.npz").unlink()
-    kept = KeptBytes(tmp_path)
+    kept = KeptBytes(tmp_path, "")
     kept.start()
     for room in (1_000, 1_001):
         keep(kept, room)
@@ -76,7 +77,7 @@ def test_of_ranks_that_write_the_last_file_at_the_same_moment_one_has_it(
         return create(path, *more)
 
     monkeypatch.setattr(kept_bytes.os, "open", together)
-    ranks = [KeptBytes(tmp_path), KeptBytes(tmp_path)]
+    ranks = [KeptBytes(tmp_path, ""), KeptBytes(tmp_path, "")]
     for rank in ranks:
         rank.start()
         keep(rank, 1)
@@ -97,7 +98,7 @@ def test_a_disk_that_is_slow_holds_nobody_up(tmp_path, monkeypatch, caplog):
         write(*args, **cells)
 
     monkeypatch.setattr(kept_bytes.np, "savez", late)
-    kept = KeptBytes(tmp_path)
+    kept = KeptBytes(tmp_path, "")
     kept.start()
     keep(kept, 0)
     assert begun.wait(60)
@@ -121,7 +122,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, cap
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept_bytes.np, "savez", full)
-    kept = KeptBytes(tmp_path)
+    kept = KeptBytes(tmp_path, "")
     kept.start()
     keep(kept, 3)
     kept.close()
@@ -132,4 +133,4 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, cap
 def test_a_directory_that_cannot_be_made_is_told_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        KeptBytes(tmp_path / "file")
+        KeptBytes(tmp_path / "file", "")

@@ -22,6 +22,7 @@ from sglang_mooncake.messages import (
     MessageError,
     RoomAbort,
     RoomComputed,
+    RoomDiffers,
     RoomDigests,
     RoomFailed,
     RoomRequest,
@@ -131,6 +132,7 @@ any_message = st.one_of(
     st.builds(RoomAbort, room=rooms, generation=rooms, reason=text, refused=st.booleans()),
     made,
     unmade,
+    st.builds(RoomDiffers, rooms, rooms, st.lists(lists, max_size=3).map(tuple)),
     st.builds(RoomFailed, room=rooms, generation=rooms, reason=text),
     st.builds(LinkReset, reason=text),
 )

@@ -12,7 +12,7 @@ from test_rooms_decode import DEADLINES, SLOTS, requested
 
 from sglang_mooncake.layout import Verify
 from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
-from sglang_mooncake.messages import RoomDigests, RoomFailed
+from sglang_mooncake.messages import RoomDiffers, RoomDigests, RoomFailed
 from sglang_mooncake.rooms import decode, prefill
 from sglang_mooncake.rooms.decode import (
     Aborted,
@@ -25,8 +25,10 @@ from sglang_mooncake.rooms.decode import (
 from sglang_mooncake.rooms.prefill import (
     Broken,
     ChunkSent,
+    Differed,
     Digest,
     Digested,
+    LookAgain,
     Over,
     Requested,
     Write,
@@ -133,6 +135,11 @@ def test_digests_that_come_when_the_room_is_ending_are_told_to_nobody():
     assert rooms.handle(Digested(room, "a", DIGESTS), 0) == []
 
 
+def test_memory_is_looked_at_again_though_the_room_is_over():
+    differs = RoomDiffers(1, 1, ())
+    assert prefill_rooms(Verify.ALL).handle(Differed("a", differs), 0) == [LookAgain("a", differs)]
+
+
 # --- decode ---
 
 
@@ -187,6 +194,16 @@ def test_what_differs_fails_the_room_behind_its_fence():
     assert isinstance(tell, decode.Tell)
     assert room.view.reason == "page 3 differs"
     assert not room.view.verified
+
+
+def test_the_source_of_what_differs_is_told_before_the_room_ends():
+    rooms = decode_rooms()
+    room = requested(rooms)
+    differs = decode.Tell("p0", RoomDiffers(room.number, room.view.generation, ()))
+    verified = Verified(room, room.view.expected[0].tag, "page 3 differs", differs)
+    first, fence, _ = rooms.handle(verified, 0)
+    assert first == differs
+    assert isinstance(fence, Fence)
 
 
 def test_what_is_compared_too_late_changes_nothing():
