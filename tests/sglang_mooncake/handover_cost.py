@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What digests cost a hand-over between two ranks of one process, over real engines and sockets:
+requests with and without them take turns, so that both meet the same machine.
+
+    .venv/bin/python tests/sglang_mooncake/handover_cost.py
+
+It says how sure the ratio is: more pairs, or a machine that has nothing else to do, make it surer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from fleet import Model, RankMemory
+from handover import Handover, handover, until
+
+from sglang_mooncake.layout import ALONE, Verify
+from sglang_mooncake.layout.chosen import SAMPLE_ROOMS
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang.config import Config
+
+#: 16 KiB a page in a layer of K or V; 16 MiB a request.
+MODEL = Model(heads=8, head_nbytes=512, layers=16)
+PAGES, PAGE_NBYTES = 32, 16 << 10
+AT_ONCE = (1, 4)
+#: Requests of which everything is digested take several times as long: so many fewer of them.
+ALL_PART = 20
+RESAMPLES = 1_000
+_POLL_S = 2e-5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class Bench:
+    """Each batch hands over `at_once` requests, each from pages and to pages of its own."""
+
+    pair: Handover
+    at_once: int
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _draws: Iterator[int] = field(default_factory=itertools.count)
+
+    def seconds(self, verify: Verify) -> float:
+        """From the first `send` until the last request has arrived."""
+        # The stricter wish of two counts, and the prefill rank has none. Of a sample as many are
+        # drawn as are expected, so that luck has no part in it.
+        self.pair.decode.side._rooms._verify = verify
+        draws = self._draws if verify is Verify.SAMPLE else itertools.repeat(1)
+        self.pair.prefill.side._rooms._random = lambda: next(draws) % SAMPLE_ROOMS
+        rooms = [self._ready(nth) for nth in range(self.at_once)]
+        began_s = time.perf_counter()
+        for nth, (source, _) in enumerate(rooms):
+            self.pair.prefill.send(source, self._pages(nth), 0, aux_slot=nth)
+        side = self.pair.decode.side
+        waiting = [target for _, target in rooms]
+        while waiting:
+            waiting = [one for one in waiting if not self._has_arrived(one)]
+            time.sleep(_POLL_S)
+        took_s = time.perf_counter() - began_s
+        for source, target in rooms:
+            side.arrived(target)
+            until(lambda of=source: of.view.over, "the prefill side is done")
+            until(lambda of=target: of.view.over, "the decode side is done")
+        return took_s
+
+    def _has_arrived(self, room: Room) -> bool:
+        if room.view.over:
+            raise RuntimeError(f"room {room.number} has failed: {room.view.reason}")
+        return self.pair.decode.side.has_arrived(room)
+
+    def _pages(self, nth: int) -> list[int]:
+        return list(range(nth * PAGES, (nth + 1) * PAGES))
+
+    def _ready(self, nth: int) -> tuple[Room, Room]:
+        source, target = self.pair.open_both(next(self._numbers))
+        self.pair.name_pages(target, self._pages(nth)[::-1], aux=nth)
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+        return source, target
+
+
+def measured(transport: str, at_once: int, pairs: int) -> tuple[Floats, Floats, Floats, int]:
+    """Seconds of batches without digests, with a sample, and with all; how many requests were
+    compared."""
+    config = Config(transports=(transport,))
+    memory = [RankMemory(MODEL, ALONE, at_once * PAGES) for _ in range(2)]
+    memory[0].kv[:] = np.random.default_rng(0).integers(0, 256, memory[0].kv.shape, np.uint8)
+    with handover(
+        config,
+        source=memory[0],
+        target=memory[1],
+        decode_config=config,
+        verify=(Verify.OFF, Verify.OFF),
+    ) as pair:
+        pair.decode.know(pair.address)
+        found = _batches(Bench(pair, at_once), pairs)
+        compared = int(pair.decode.recorder.totals()["digests"]["equal"])
+    off, sample, all_ = (np.array(found[verify]) for verify in Verify)
+    return off, sample, all_, compared
+
+
+def _batches(bench: Bench, pairs: int) -> dict[Verify, list[float]]:
+    kinds = (Verify.OFF, Verify.SAMPLE)
+    for verify in Verify:  # connections, and memory that nobody has touched
+        bench.seconds(verify)
+    found: dict[Verify, list[float]] = {verify: [] for verify in Verify}
+    for nth in range(pairs):
+        for verify in kinds if nth % 2 else kinds[::-1]:
+            found[verify].append(bench.seconds(verify))
+        if nth % ALL_PART == 0:
+            found[Verify.ALL].append(bench.seconds(Verify.ALL))
+    return found
+
+
+def ratio(off: Floats, sample: Floats, figure: Callable[[Floats], np.floating]) -> str:
+    """Of the figure without digests to that with a sample, and between what it lies 95 times of
+    100."""
+    random = np.random.default_rng(0)
+    drawn = (random.integers(len(off), size=len(off)) for _ in range(RESAMPLES))
+    spread = [figure(off[at]) / figure(sample[at]) for at in drawn]
+    low, high = np.quantile(spread, [0.025, 0.975])
+    return f"{figure(off) / figure(sample):.4f} ({low:.4f} to {high:.4f})"
+
+
+def report(
+    transport: str, at_once: int, off: Floats, sample: Floats, all_: Floats, compared: int
+) -> str:
+    nbytes = at_once * PAGES * len(MODEL.kinds) * MODEL.layers * PAGE_NBYTES
+    if at_once == 1:
+        figures = [f"{1e3 * np.median(one):.2f} ms" for one in (off, sample, all_)]
+        what, against = "p50", ratio(off, sample, np.median)
+    else:
+        figures = [f"{nbytes / one.mean() / 1e9:.3f} GB/s" for one in (off, sample, all_)]
+        what, against = "rate", ratio(off, sample, np.mean)
+    return (
+        f"{transport}, {at_once} at a time, {what}: off {figures[0]}, sample {figures[1]}, all "
+        f"{figures[2]}; off to sample in time {against}, of {len(off)} pairs; "
+        f"{compared} requests compared\n"
+    )
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser("handover_cost", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=2_000, help="of batches, for each figure")
+    parser.add_argument("--transports", default="tcp,samehost")
+    asked = parser.parse_args()
+    logging.disable()  # of ranks that lose each other when both are closed
+    for transport, at_once in itertools.product(asked.transports.split(","), AT_ONCE):
+        figures = measured(transport, at_once, asked.pairs)
+        sys.stdout.write(report(transport, at_once, *figures))
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
