@@ -37,6 +37,7 @@ from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder
 from sglang_mooncake.router.headers import request_headers
+from sglang_mooncake.router.load_source import LoadSource
 from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.membership import Membership
 from sglang_mooncake.router.metrics import Counts, Known, text
@@ -95,9 +96,12 @@ async def make_app(
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
-        source = EventSource(session, routing.views.keys, routing.ranks_of, headers, clock)
+        source = EventSource(session, routing.followed, routing.ranks_of, headers, clock)
         watching.append(asyncio.create_task(kept_up("following KV events", source.run)))
-
+    if options.decode_policy == CACHE_AWARE:
+        headers = request_headers({}, options.api_key)
+        loads = LoadSource(session, lambda: routing.decode.views, headers, clock)
+        watching.append(asyncio.create_task(kept_up("asking for loads", loads.run)))
     if pool is not None:
         watching.append(asyncio.create_task(kept_up("looking after the store", pool.run)))
     membership = Membership(servers)
@@ -120,7 +124,7 @@ async def make_app(
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
     app.add_routes(Querying(routing.views, clock).routes())
-    known = Known(servers, routing.views, registries.registries, pool)
+    known = Known(servers, routing.views, routing.decode, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app
 

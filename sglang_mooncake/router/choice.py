@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server a request goes to, where its cache does not matter. Pure: chance is handed in."""
+"""Which server a request goes to by a policy that knows nothing of caches. Pure: chance is handed
+in."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _OF_TWO: Final = 2
 
 
 class Chooser:
-    """The choice among the servers of one role, by a policy of ``options.POLICIES``. With
-    ``cache_aware`` it is that with the fewest requests under way."""
+    """The choice among the servers of one role, by a policy of ``options.POLICIES`` other than
+    ``cache_aware``."""
 
     def __init__(self, policy: str, random: Random) -> None:
         self._policy = policy
@@ -30,6 +31,5 @@ class Chooser:
             return servers[(self._turn - 1) % len(servers)]
         if self._policy == "random" or len(servers) < _OF_TWO:
             return self._random.choice(servers)
-        count = _OF_TWO if self._policy == "power_of_two" else len(servers)
         # The first of those in random order wins a tie, which is as random.
-        return min(self._random.sample(servers, count), key=lambda one: one.under_way)
+        return min(self._random.sample(servers, _OF_TWO), key=lambda one: one.under_way)

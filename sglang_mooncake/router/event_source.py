@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the KV events of prefill servers: asks each server where it publishes them, subscribes,
-and asks for those again that were missed."""
+"""Follows the KV events of servers: asks each server where it publishes them, subscribes, and asks
+for those again that were missed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import zmq
 import zmq.asyncio
 
 from sglang_mooncake.router.addresses import host_of
+from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
-from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
-from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.servers import Role, Server
 
 __all__ = ["EventSource"]
 
@@ -64,6 +64,7 @@ class _Info(msgspec.Struct):
     dp_size: int | None = None
     attn_dp_size: int | None = None
     load_balance_method: str | None = None
+    disaggregation_decode_enable_radix_cache: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -73,8 +74,13 @@ class _Info(msgspec.Struct):
 
     @property
     def may_be_chosen(self) -> bool:
-        """Whether it takes the rank that a router has chosen."""
+        """Whether it takes the rank that a router has chosen, as prefill servers do."""
         return self.load_balance_method == _BY_ROOM and 1 <= self.ranks <= RANKS_MAX
+
+    def events_of(self, role: Role) -> _Described | None:
+        """Where it tells of its cache, if it has one: that of decode servers is off by default."""
+        keeps = role == "prefill" or self.disaggregation_decode_enable_radix_cache is True
+        return self.kv_events if keeps else None
 
 
 class EventSource:
@@ -84,12 +90,12 @@ class EventSource:
         self,
         session: aiohttp.ClientSession,
         servers: Callable[[], Iterable[Server]],
-        ranks_of: Callable[[Server, int], Sequence[PrefillView]],
+        ranks_of: Callable[[Server, int], Sequence[CacheView]],
         headers: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``servers``: the prefill servers that there are. ``ranks_of`` is told how many DP ranks
-        one has, and gives what is known of each; ``headers``: of questions to servers."""
+        """``servers``: those whose caches matter. ``ranks_of`` is told how many DP ranks one has
+        that may be chosen, and gives what is known of each; ``headers``: of questions to them."""
         self._session, self._servers, self._ranks_of = session, servers, ranks_of
         self._headers, self._clock = headers, clock
         self._context: zmq.asyncio.Context
@@ -111,10 +117,12 @@ class EventSource:
                 views = self._ranks_of(server, info.ranks if info.may_be_chosen else 1)
                 for view in views:
                     view.page_size = max(0, info.page_size or 0)
-                if views and info.kv_events is not None and len(views) == info.ranks:
-                    await self._follow_all(views, info.kv_events, ills)
+                described = info.events_of(server.role)
+                if views and described is not None and len(views) == info.ranks:
+                    await self._follow_all(views, described, ills)
                     continue
-                if views and len(views) != info.ranks and not said:
+                matters = described is not None or server.role == "prefill"
+                if views and matters and len(views) != info.ranks and not said:
                     said = True
                     logger.warning(
                         "%s has %d DP ranks, and the router cannot choose among them"
@@ -131,7 +139,7 @@ class EventSource:
         return decoded(await ask(self._session, server, SERVER_INFO, self._headers), _Info)
 
     async def _follow_all(
-        self, views: Sequence[PrefillView], described: _Described, ills: int
+        self, views: Sequence[CacheView], described: _Described, ills: int
     ) -> None:
         """Follows the ranks of one process of the server: it may be another one after it has been
         ill."""
@@ -139,7 +147,7 @@ class EventSource:
             for view in views:
                 group.create_task(self._subscribed(view, described, ills))
 
-    async def _subscribed(self, view: PrefillView, described: _Described, ills: int) -> None:
+    async def _subscribed(self, view: CacheView, described: _Described, ills: int) -> None:
         while view.server.counts.ills == ills:
             try:
                 await self._followed(view, described, ills)
@@ -147,7 +155,7 @@ class EventSource:
                 logger.warning("the KV events of %s cannot be followed: %s", view, error)
                 await asyncio.sleep(ASK_AGAIN_S)
 
-    async def _followed(self, view: PrefillView, described: _Described, ills: int) -> None:
+    async def _followed(self, view: CacheView, described: _Described, ills: int) -> None:
         stream, host = EventStream(), host_of(view.server.url)
         socket = self._socket(zmq.SUB)
         try:
@@ -166,7 +174,7 @@ class EventSource:
 
     async def _receive(
         self,
-        view: PrefillView,
+        view: CacheView,
         stream: EventStream,
         socket: zmq.asyncio.Socket,
         replay: str | None,
@@ -218,7 +226,7 @@ def _batch(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
     return int.from_bytes(frames[-2], "big"), frames[-1]
 
 
-def _told(view: PrefillView, before: State, now: State) -> State:
+def _told(view: CacheView, before: State, now: State) -> State:
     """Logs a change."""
     if now == "silent" != before:
         logger.warning(

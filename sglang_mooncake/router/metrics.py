@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bootstrap_server.prometheus_text import family
+from sglang_mooncake.router.cache_view import CacheView
+from sglang_mooncake.router.decode_servers import DecodeServers
+from sglang_mooncake.router.decode_view import DECODE_REASONS
 from sglang_mooncake.router.kv_events import STATES, EventStream
 from sglang_mooncake.router.placement import REASONS, PrefillView
 from sglang_mooncake.router.registry_source import Registry
@@ -61,6 +64,21 @@ METRICS: Final = (
         "Choices of a prefill server by caches and queues, by reason: its cache has more of the "
         "prompt than others' (cache), another's has more and the wait there would be longer "
         "(queue), the caches have the same (load), there was no other (only).",
+    ),
+    Metric(
+        "decode_choices_total",
+        "counter",
+        ("reason",),
+        "Choices of a decode server by what it has to do, by reason: others with fewer requests "
+        "have no memory for the prompt (memory), its cache has more of it than others' (cache), it "
+        "has as few requests as any (load), there was no other (only).",
+    ),
+    Metric(
+        "decode_free_tokens",
+        "gauge",
+        _OF_SERVER,
+        "KV memory that a decode server has left, in tokens; there is no row while it does not "
+        "tell.",
     ),
     Metric("servers", "gauge", ("role", "health"), "Servers that are well, and that are ill."),
     Metric("server_requests", "gauge", _OF_SERVER, "Requests that a server has been sent."),
@@ -117,7 +135,7 @@ METRICS: Final = (
         "event_streams",
         "gauge",
         ("state",),
-        "Prefill servers, or their DP ranks, whose KV events are followed: live, waiting for the "
+        "Servers, or their DP ranks, whose KV events are followed: live, waiting for the "
         "first or for missed ones, or silent although a prompt was computed.",
     ),
     Metric("event_batches_total", "counter", _OF_SERVER, "Batches of KV events."),
@@ -175,26 +193,32 @@ class Counts:
         self.failed: Counter[tuple[str, str]] = Counter()
         self.retries = 0
         self.choices: Counter[str] = Counter()
+        self.decode_choices: Counter[str] = Counter()
         self.first_s = 0.0
         self.firsts = 0
 
 
 class Known(NamedTuple):
-    """All that the router knows: the servers, its views of prefill servers, and who else tells."""
+    """All that the router knows: the servers, its views of them, and who else tells."""
 
     servers: Servers
     views: Mapping[Server, Sequence[PrefillView]]
+    decode: DecodeServers
     registries: Sequence[Registry] = ()
     pool: StoreSource | None = None
 
 
 def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> Iterator[str]:
     """The lines of ``GET /metrics``. ``kinds``: how attempts can fail."""
-    kinds, (servers, views, registries, pool) = tuple(kinds), known
+    kinds, (servers, views, decode, registries, pool) = tuple(kinds), known
     age_s = None if pool is None else pool.age_s(now_s)
+    caches: dict[Server, Sequence[CacheView]] = {
+        **views,
+        **{server: (view,) for server, view in decode.views.items()},
+    }
     streams = {
         (server.role, server.url): [view.events for view in ranks if view.events is not None]
-        for server, ranks in views.items()
+        for server, ranks in caches.items()
         if any(view.events is not None for view in ranks)
     }
     states = Counter(stream.state(now_s) for ranks in streams.values() for stream in ranks)
@@ -236,6 +260,12 @@ def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> It
             (s.role, s.url): s.counts.gaps_s for s in servers.of("decode")
         },
         "choices_total": {(reason,): counts.choices[reason] for reason in REASONS},
+        "decode_choices_total": {(one,): counts.decode_choices[one] for one in DECODE_REASONS},
+        "decode_free_tokens": {
+            (server.role, server.url): free
+            for server, view in decode.views.items()
+            if (free := view.free_tokens(now_s)) is not None
+        },
         "expected_cached_tokens_total": of_views(lambda view: view.counts.expected_hits),
         "prefixes_missed_total": of_views(lambda view: view.counts.missed),
         "prefill_expected_seconds_total": of_views(lambda view: view.counts.expected_s),

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit
 from sglang_mooncake.router.known import KnownPages, first_of
-from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.pages import names_of, token_digests
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import Told
@@ -210,7 +210,7 @@ class ViewCounts(msgspec.Struct):
     loads: float = 0.0
 
 
-class PrefillView:
+class PrefillView(CacheView):
     """What the router knows of one prefill server, or of one of its DP ranks: its cache, its queue,
     its speed. ``ended`` is called once for each ``send``."""
 
@@ -225,27 +225,18 @@ class PrefillView:
     ) -> None:
         """``pool``: a store that the server loads from; ``kin``: of all servers. ``rank``: which of
         the server's ``ranks`` it is."""
-        self.server: Final = server
-        self.rank: Final = rank
-        self.ranks: Final = ranks
+        super().__init__(server, rank, ranks)
         self.counts = ViewCounts()
         self.fit, self.load_fit = WorkFit(kin), LoadFit()
         self._pool = pool
-        #: Tokens of a page of its; 0 while it has not told.
-        self.page_size = 0
         self._sent = KnownPages(PAGES_MAX)
         #: By name, how many prompts of the queue have the page.
         self._queued: Counter[int] = Counter()
-        self._events: EventStream | None = None
-        self._event_page = 0
         self._ills = server.counts.ills
         self._queue: deque[Placed] = deque()
         #: When the server has ended the one before the first of the queue.
         self._ended_s = -math.inf
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
-
-    def __repr__(self) -> str:
-        return str(self.server) if self.ranks == 1 else f"DP rank {self.rank} of {self.server}"
 
     def figures(self, look: Look, now_s: float) -> Figures:
         """For one prompt."""
@@ -261,28 +252,11 @@ class PrefillView:
             self.queue_s(now_s), fit.fixed_s, fit.token_s, hit_tokens, under_way, loads, load_s
         )
 
-    def follow(self, events: EventStream | None, page_size: int) -> None:
-        """The server tells of its pages by itself, each of so many tokens; None: no more."""
-        self._events, self._event_page = events, page_size
-
-    @property
-    def events(self) -> EventStream | None:
-        """What the server tells of its pages, if it does."""
-        return self._events
-
-    @property
-    def event_page(self) -> int:
-        """How many tokens a page has that the server tells of."""
-        return self._event_page
-
     def _hit_tokens(self, look: Look, now_s: float) -> float:
         """By the server's events while they come; else by what it was sent."""
-        if self._events is not None and self._events.state(now_s) == "live":
-            names = look.event_names(self._event_page)
-            if names is not None:
-                stored = self._events.first_of(names) * self._event_page
-                queued = first_of(self._queued, look.names) * look.page_tokens
-                return max(stored, queued)
+        stored = self.told_tokens(look, now_s)
+        if stored is not None:
+            return max(stored, first_of(self._queued, look.names) * look.page_tokens)
         return self._sent.first_of(look.names) * look.page_tokens
 
     def queue_s(self, now_s: float) -> float:

@@ -18,16 +18,18 @@ from aiohttp import web
 
 from bootstrap_server.admission.refusals import Pace
 from bootstrap_server.decoding import excerpt
+from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.choice import Chooser
+from sglang_mooncake.router.decode_servers import DecodeChoice, DecodeServers
 from sglang_mooncake.router.failing import Failed, without_frames
-from sglang_mooncake.router.fit import Kin, WorkFit
+from sglang_mooncake.router.fit import Kin
 from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
 from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
-from sglang_mooncake.router.servers import ROLES, Role, Server, Servers
+from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of, room_for
 
 __all__ = ["Routing", "error_response", "note_answer", "note_failure", "whole"]
@@ -71,15 +73,10 @@ class Routing:
         self._kin = Kin()
         #: Of each prefill server's DP ranks.
         self._views: dict[Server, tuple[PrefillView, ...]] = {}
-        #: Of decode servers: how far apart tokens come, by how many requests it has.
-        self._paces: dict[Server, WorkFit] = {}
-        self._pace_of_all = Kin()
+        self.decode = DecodeServers(options.decode_policy, options.tbt_max_s, random)
         self.servers_changed()
         self._looker = Looker(tokens)
-        policies = {"prefill": options.prefill_policy, "decode": options.decode_policy}
-        self._choosers: dict[Role, Chooser] = {
-            role: Chooser(policies[role], random) for role in ROLES
-        }
+        self._chooser = Chooser(options.prefill_policy, random)
         self._pace = Pace(burst=LINES_AT_ONCE)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -141,7 +138,7 @@ class Routing:
                 avoided = (*avoided, *chosen.pair)
                 left -= self._counts_as_attempt(error, avoided)
             else:
-                self._learn(chosen.pair, course)
+                self._learn(chosen, course)
                 return response, "answered" if course.stopped is None else "stopped"
         if failed is None:
             return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(chosen)), "failed"
@@ -150,7 +147,7 @@ class Routing:
     async def _attempt(
         self, ask: Ask, chosen: _Chosen, request: web.Request, course: Course
     ) -> web.StreamResponse:
-        pair, placed = chosen
+        pair, placed, _ = chosen
         for server in pair:
             server.under_way += 1
             server.counts.chosen += 1
@@ -162,27 +159,20 @@ class Routing:
         finally:
             pair.decode.under_way -= 1  # The prefill server's part is over earlier.
 
-    def _learn(self, pair: Pair, course: Course) -> None:
+    def _learn(self, chosen: _Chosen, course: Course) -> None:
         """From an attempt that was answered."""
+        server = chosen.pair.decode
         if course.stopped is None:
-            pair.decode.served()
-            self._learn_pace(pair.decode, course)
+            server.served()
+            self.decode.learn(server, course, chosen.placed, chosen.handed_over, self._clock())
         else:
             self._say(course.stopped)
             if course.is_broken:
                 most = self._options.health_failures
-                note_failure(pair.decode, course.stopped, self._clock(), most)
+                note_failure(server, course.stopped, self._clock(), most)
         if course.first_s is not None:
             self._counts.firsts += 1
             self._counts.first_s += course.first_s
-
-    def _learn_pace(self, server: Server, course: Course) -> None:
-        if not course.gaps:
-            return
-        server.counts.gaps += course.gaps
-        server.counts.gaps_s += course.gaps_s
-        if server in self._paces:  # It may have left meanwhile.
-            self._paces[server].learn(1 + server.under_way, course.gaps_s / course.gaps)
 
     def _note(self, failed: Failed) -> None:
         """An attempt has failed."""
@@ -233,17 +223,17 @@ class Routing:
         for role in ROLES:
             if not usable[role]:
                 return self._servers.nobody(role)
-        in_time = self._in_time(usable["decode"])
+        in_time = self.decode.in_time(usable["decode"])
         if not in_time and not avoided:
             return _Late(
                 "tokens of every decode server are expected further apart than the limit of"
                 f" {self._options.tbt_max_s:g} s (--max-tbt-secs)"
             )
-        decode = self._choosers["decode"].choose(in_time or usable["decode"])
-        if look is None:
-            prefill = self._choosers["prefill"].choose(usable["prefill"])
-            return _Chosen(Pair(prefill, decode))
         now_s = self._clock()
+        decode = self.decode.choose(look, in_time or usable["decode"], now_s)
+        if look is None:
+            self._sent(decode)
+            return _Chosen(Pair(self._chooser.choose(usable["prefill"]), decode.server))
         views = [view for server in usable["prefill"] for view in self._ranks(server, look.rank)]
         choice = place(look, views, now_s, self._random)
         late_by_s = choice.late_by_s(self._options.ttft_max_s)
@@ -254,8 +244,14 @@ class Routing:
                 math.ceil(late_by_s),
             )
         self._counts.choices[choice.reason] += 1
+        self._sent(decode)
         placed = choice.view.send(look, choice.figures, now_s)
-        return _Chosen(Pair(choice.view.server, decode), placed)
+        return _Chosen(Pair(choice.view.server, decode.server), placed, decode.handed_over)
+
+    def _sent(self, choice: DecodeChoice) -> None:
+        if choice.reason is not None:
+            self._counts.decode_choices[choice.reason] += 1
+            self.decode.send(choice)
 
     def _prefilled(self, chosen: _Chosen, told: Told | None) -> None:
         """A prefill has ended, with what the server told of it, or has failed."""
@@ -273,18 +269,6 @@ class Routing:
             server.counts.prompt_tokens += told.prompt_tokens
             server.counts.cached_tokens += told.cached_tokens
 
-    def _in_time(self, servers: Sequence[Server]) -> Sequence[Server]:
-        """Those decode servers whose tokens are expected within the limit with one request more.
-        One that has none is asked in any case: else it would never be seen to be faster."""
-        limit_s = self._options.tbt_max_s
-        if limit_s is None:
-            return servers
-        return [
-            one
-            for one in servers
-            if not one.under_way or self._paces[one].work_s(one.under_way + 1) <= limit_s
-        ]
-
     def _ranks(self, server: Server, named: int | None) -> Sequence[PrefillView]:
         """Those of its DP ranks that may be chosen."""
         views = self._views[server]
@@ -292,9 +276,18 @@ class Routing:
             return views
         return views[named : named + 1]
 
-    def ranks_of(self, server: Server, ranks: int) -> Sequence[PrefillView]:
+    def followed(self) -> Sequence[Server]:
+        """Those whose caches matter."""
+        if self._options.prefill_policy != CACHE_AWARE:
+            return ()
+        decode = self.decode.views if self._options.decode_policy == CACHE_AWARE else ()
+        return (*self._views, *decode)
+
+    def ranks_of(self, server: Server, ranks: int) -> Sequence[CacheView]:
         """A prefill server has so many DP ranks, which it takes by the room: what is known of each.
-        Nothing where it has left."""
+        A decode server chooses by itself. Nothing where it has left."""
+        if server in self.decode.views:
+            return (self.decode.views[server],)
         if server in self._views and len(self._views[server]) != ranks:
             self._views[server] = tuple(
                 PrefillView(server, self._pool, self._kin, rank=rank, ranks=ranks)
@@ -307,8 +300,7 @@ class Routing:
         there = self._servers.of("prefill")
         for gone in self._views.keys() - set(there):
             del self._views[gone]
-        decode = self._servers.of("decode")
-        self._paces = {one: self._paces.get(one) or WorkFit(self._pace_of_all) for one in decode}
+        self.decode.changed(self._servers.of("decode"))
         for server in there:
             if server not in self._views:
                 self._views[server] = (PrefillView(server, self._pool, self._kin),)
@@ -326,10 +318,12 @@ class Routing:
 
 
 class _Chosen(NamedTuple):
-    """A pair for an attempt, and the prompt in the prefill server's queue, if that is kept."""
+    """A pair for an attempt, the prompt in the prefill server's queue, if that is kept, and how
+    many of its tokens are handed over."""
 
     pair: Pair
     placed: Placed | None = None
+    handed_over: float = 0.0
 
 
 class _Late(NamedTuple):

@@ -6,28 +6,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_mooncake.router.decode_view import DecodeView
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.metrics import Counts, Known
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.registry_source import Registry
-from sglang_mooncake.router.servers import ROLES, Server
+from sglang_mooncake.router.servers import Server
 
 __all__ = ["as_json", "as_text"]
 
 
 def as_json(counts: Counts, known: Known, now_s: float) -> dict[str, Any]:
     """The answer to ``GET /v1/router``. Times are in seconds."""
-    servers, views, registries, pool = known
+    servers, views, decode, registries, pool = known
     return {
         "requests": counts.under_way,
         "ended": dict(sorted(counts.ended.items())),
         "retries": counts.retries,
         "choices": dict(sorted(counts.choices.items())),
+        "decode_choices": dict(sorted(counts.decode_choices.items())),
         "store": None if pool is None else pool.as_json(),
         "registries": [_registry(one, now_s) for one in registries],
         "servers": {
-            role: [_server(one, views.get(one, ()), now_s) for one in servers.of(role)]
-            for role in ROLES
+            "prefill": [
+                {**_server(one, now_s), **_views(views[one], now_s)}
+                for one in servers.of("prefill")
+            ],
+            "decode": [
+                {**_server(one, now_s), **_decode(decode.views[one], now_s)}
+                for one in servers.of("decode")
+            ],
         },
     }
 
@@ -42,7 +50,7 @@ def _registry(registry: Registry, now_s: float) -> dict[str, Any]:
     }
 
 
-def _server(server: Server, views: Sequence[PrefillView], now_s: float) -> dict[str, Any]:
+def _server(server: Server, now_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "url": server.url,
         "is_well": server.is_well,
@@ -54,14 +62,25 @@ def _server(server: Server, views: Sequence[PrefillView], now_s: float) -> dict[
         found["bootstrap_port"] = server.bootstrap_port
         found["prompt_tokens"] = server.counts.prompt_tokens
         found["cached_tokens"] = server.counts.cached_tokens
-    if len(views) == 1:
-        found |= _view(views[0], now_s)
-    elif views:
-        found["dp_ranks"] = [_view(view, now_s) for view in views]
     if not server.is_well:
         found["ill_for_s"] = round(server.ill_for_s(now_s), 1)
         found["why"] = server.why_ill
     return found
+
+
+def _views(views: Sequence[PrefillView], now_s: float) -> dict[str, Any]:
+    if len(views) == 1:
+        return _view(views[0], now_s)
+    return {"dp_ranks": [_view(view, now_s) for view in views]}
+
+
+def _decode(view: DecodeView, now_s: float) -> dict[str, Any]:
+    load, free = view.load(now_s), view.free_tokens(now_s)
+    return {
+        "told_requests": None if load is None else load.requests,
+        "free_tokens": None if free is None else round(free),
+        "events": None if view.events is None else _events(view.events, now_s),
+    }
 
 
 def _view(view: PrefillView, now_s: float) -> dict[str, Any]:

@@ -416,6 +416,54 @@ def test_a_stream_that_is_cut_is_noticed_and_what_was_missed_is_counted(
     run(job())
 
 
+def test_a_decode_servers_cache_is_followed_where_it_has_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "SILENCE_S", 0.1)
+    caplog.set_level("INFO")
+    prompt = list(range(400))
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        repeating = asyncio.create_task(publisher.repeat())
+        await publisher.publish(stored(*token_names(prompt, PAGE)))
+        keeps = {"disaggregation_decode_enable_radix_cache": True}
+        try:
+            world = World(decode=3, prefill_policy="cache_aware", decode_policy="cache_aware")
+            world.decode[0].info = publisher.described()  # Its cache is off.
+            world.decode[1].info = publisher.described() | keeps
+            world.decode[2].info = publisher.described(dp_size=2) | keeps
+            async with world:
+                while await decode_streams(world) != [None, "live", None]:
+                    await asyncio.sleep(0.005)
+                assert f"{world.decode[2].url} has 2 DP ranks" in caplog.text
+                for _ in range(3):
+                    await world.ask(input_ids=prompt)
+                assert [len(one.asked) for one in world.decode] == [0, 3, 0]
+                _, text = await world.get("/metrics")
+                assert 'sglang_mooncake_router_decode_choices_total{reason="cache"} 3' in text
+                assert await decode_streams(world) == [None, "live", None], "nothing was new"
+                # It has another prompt from now on, and does not tell.
+                for server in (world.decode[0], world.decode[2]):
+                    await server.stop()
+                await world.ask(input_ids=prompt[::-1])
+                await until(lambda: f"{world.decode[1].url} have gone silent" in caplog.text)
+        finally:
+            repeating.cancel()
+            await asyncio.gather(repeating, return_exceptions=True)
+            context.destroy(linger=0)
+
+    run(job())
+
+
+async def decode_streams(world: World) -> list[str | None]:
+    """The states of decode servers' streams; None of those that are not followed."""
+    _, text = await world.get("/v1/router")
+    every = [one["events"] for one in json.loads(text)["servers"]["decode"]]
+    return [None if one is None else one["state"] for one in every]
+
+
 async def seen(world: World) -> tuple[str, int]:
     """The state of the first stream, and the prefixes that were missed there."""
     _, text = await world.get("/v1/router")
