@@ -124,7 +124,7 @@ async def make_app(
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
     app.add_routes(Querying(routing.views, clock).routes())
-    known = Known(servers, routing.views, routing.decode, registries.registries, pool)
+    known = Known(servers, routing.views, routing.decode, routing.gate, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app
 

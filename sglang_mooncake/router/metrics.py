@@ -14,6 +14,7 @@ from bootstrap_server.prometheus_text import family
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.decode_servers import DecodeServers
 from sglang_mooncake.router.decode_view import DECODE_REASONS
+from sglang_mooncake.router.gate import Gate
 from sglang_mooncake.router.kv_events import STATES, EventStream
 from sglang_mooncake.router.placement import REASONS, PrefillView
 from sglang_mooncake.router.registry_source import Registry
@@ -41,7 +42,16 @@ class Metric(NamedTuple):
 _OF_SERVER: Final = ("role", "server")
 METRICS: Final = (
     Metric("requests_total", "counter", ("end",), "Clients' requests that have ended, by how."),
-    Metric("requests", "gauge", (), "Clients' requests that are under way."),
+    Metric("requests", "gauge", (), "Clients' requests that are under way, or wait for that."),
+    Metric(
+        "waiting_requests",
+        "gauge",
+        (),
+        "Clients' requests that wait for their turn; there is no row of this and of the next two "
+        "without --max-concurrent-requests.",
+    ),
+    Metric("waited_total", "counter", (), "Requests that had to wait for their turn."),
+    Metric("waited_seconds_total", "counter", (), "How long they waited in all."),
     Metric(
         "attempts_failed_total",
         "counter",
@@ -204,13 +214,14 @@ class Known(NamedTuple):
     servers: Servers
     views: Mapping[Server, Sequence[PrefillView]]
     decode: DecodeServers
+    gate: Gate | None = None
     registries: Sequence[Registry] = ()
     pool: StoreSource | None = None
 
 
 def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> Iterator[str]:
     """The lines of ``GET /metrics``. ``kinds``: how attempts can fail."""
-    kinds, (servers, views, decode, registries, pool) = tuple(kinds), known
+    kinds, (servers, views, decode, gate, registries, pool) = tuple(kinds), known
     age_s = None if pool is None else pool.age_s(now_s)
     caches: dict[Server, Sequence[CacheView]] = {
         **views,
@@ -240,6 +251,9 @@ def text(counts: Counts, known: Known, kinds: Iterable[str], now_s: float) -> It
     values: dict[str, Mapping[tuple[str, ...], float]] = {
         "requests_total": {(end,): counts.ended[end] for end in ENDS},
         "requests": {(): counts.under_way},
+        "waiting_requests": {} if gate is None else {(): gate.waiting},
+        "waited_total": {} if gate is None else {(): gate.waited},
+        "waited_seconds_total": {} if gate is None else {(): gate.waited_s},
         "attempts_failed_total": failures,
         "retries_total": {(): counts.retries},
         "first_seconds_total": {(): counts.first_s},

@@ -93,6 +93,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     health_failures: int
     #: How many requests may be under way; None is any number.
     max_requests: int | None
+    #: How many further ones may wait for those, and for how long.
+    queue_size: int
+    queue_timeout_s: float
+    #: The header that names a request's tenant; None: all are of one.
+    tenant_header: str | None
+    #: Of requests that name none.
+    default_priority: int
+    #: Whether those with low numbers come first.
+    is_low_first: bool
     #: A request whose first token is expected later is refused; None: none is.
     ttft_max_s: float | None
     #: A request whose tokens are expected further apart is refused; None: none is.
@@ -229,7 +238,39 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-concurrent-requests",
         type=_count_or_any,
         metavar="N",
-        help="further requests are answered with status 429 (-1: any number are taken)",
+        help="further requests wait for their turn (-1: any number are taken)",
+    )
+    add(
+        "--queue-size",
+        type=whole(0),
+        default=100,
+        metavar="N",
+        help="so many may wait; where there are more, one is answered with status 429 (100)",
+    )
+    add(
+        "--queue-timeout-secs",
+        type=_SECONDS,
+        default=60.0,
+        metavar="S",
+        help="one that has waited for so long is answered with status 429 (60)",
+    )
+    add(
+        "--tenant-header",
+        metavar="NAME",
+        help="the header that names the tenant of a request: tenants whose requests wait get equal "
+        "shares, counted in bytes of requests (all are of one tenant)",
+    )
+    add(
+        "--default-priority-value",
+        type=int,
+        default=0,
+        metavar="N",
+        help="priority of requests without one (0): of those that wait the highest is served first",
+    )
+    add(
+        "--schedule-low-priority-values-first",
+        action="store_true",
+        help="the lowest priority is served first, as with SGLang's option",
     )
     add(
         "--max-ttft-secs",
@@ -269,6 +310,10 @@ def options_of(parsed: argparse.Namespace) -> Options:
     if parsed.secret_file is not None and not registries and parsed.store is None:
         raise OptionsError("--secret-file is for registries and the store: name one of them")
     _once([*(url for url, _ in prefill), *decode])
+    if parsed.tenant_header is not None and parsed.max_concurrent_requests in (None, -1):
+        raise OptionsError(
+            "--tenant-header shares out what --max-concurrent-requests bounds: give that as well"
+        )
     is_cache_aware = (parsed.prefill_policy or parsed.policy) == CACHE_AWARE
     if parsed.store is not None and not is_cache_aware:
         raise OptionsError("--store: only the policy cache_aware looks for caches (--policy)")
@@ -292,6 +337,11 @@ def options_of(parsed: argparse.Namespace) -> Options:
         max_requests=None
         if parsed.max_concurrent_requests in (None, -1)
         else parsed.max_concurrent_requests,
+        queue_size=parsed.queue_size,
+        queue_timeout_s=parsed.queue_timeout_secs,
+        tenant_header=parsed.tenant_header,
+        default_priority=parsed.default_priority_value,
+        is_low_first=parsed.schedule_low_priority_values_first,
         ttft_max_s=parsed.max_ttft_secs,
         tbt_max_s=parsed.max_tbt_secs,
         max_body_bytes=parsed.max_payload_size,

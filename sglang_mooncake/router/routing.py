@@ -24,13 +24,22 @@ from sglang_mooncake.router.decode_servers import DecodeChoice, DecodeServers
 from sglang_mooncake.router.failing import Failed, without_frames
 from sglang_mooncake.router.fit import Kin
 from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
+from sglang_mooncake.router.gate import Gate, TurnedAway
 from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
 from sglang_mooncake.router.servers import ROLES, Server, Servers
-from sglang_mooncake.router.sglang_http import ROOM_BITS, RequestError, Told, body_of, room_for
+from sglang_mooncake.router.sglang_http import (
+    ROOM_BITS,
+    Body,
+    RequestError,
+    Told,
+    body_of,
+    priority_of,
+    room_for,
+)
 
 __all__ = ["Routing", "error_response", "note_answer", "note_failure", "whole"]
 
@@ -77,17 +86,19 @@ class Routing:
         self.servers_changed()
         self._looker = Looker(tokens)
         self._chooser = Chooser(options.prefill_policy, random)
+        #: Where requests wait for their turn, if there may not be any number of them.
+        self.gate: Gate | None = None
+        if options.max_requests is not None:
+            self.gate = Gate(
+                options.max_requests, options.queue_size, options.queue_timeout_s, clock
+            )
         self._pace = Pace(burst=LINES_AT_ONCE)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """To a request that a prefill and a decode server answer together."""
-        most = self._options.max_requests
-        if most is not None and self._counts.under_way >= most:
+        if self.gate is not None and self._counts.under_way >= self.gate.all_max:
             self._counts.ended["refused"] += 1
-            return error_response(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"{most} requests are under way already (--max-concurrent-requests)",
-            )
+            return error_response(HTTPStatus.TOO_MANY_REQUESTS, str(self.gate.full()))
         self._counts.under_way += 1
         end = "failed"
         try:
@@ -115,6 +126,28 @@ class Routing:
                 look = self._look(ask)
         except RequestError as error:
             return error_response(HTTPStatus.BAD_REQUEST, str(error)), "bad request"
+        if self.gate is None:
+            return await self._served(request, ask, look)
+        try:
+            await self.gate.enter(*self._standing(request, body), len(raw))
+        except TurnedAway as error:
+            return error_response(HTTPStatus.TOO_MANY_REQUESTS, str(error)), "refused"
+        try:
+            return await self._served(request, ask, look)
+        finally:
+            self.gate.leave()
+
+    def _standing(self, request: web.Request, body: Body) -> tuple[str, int]:
+        """The request's tenant, and its priority: the highest is served first."""
+        named, header = priority_of(body), self._options.tenant_header
+        priority = self._options.default_priority if named is None else named
+        tenant = "" if header is None else request.headers.get(header, "")
+        return tenant, -priority if self._options.is_low_first else priority
+
+    async def _served(
+        self, request: web.Request, ask: Ask, look: Look | None
+    ) -> tuple[web.StreamResponse, str]:
+        """As ``_answered``, by as many attempts as it takes."""
         failed: Failed | None = None
         avoided: tuple[Server, ...] = ()
         left = 1 + self._options.retries

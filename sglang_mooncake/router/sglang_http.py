@@ -33,6 +33,7 @@ __all__ = [
     "is_one",
     "is_single",
     "member",
+    "priority_of",
     "rank_of",
     "room_for",
     "told_in",
@@ -165,6 +166,11 @@ def rank_of(body: Mapping[str, msgspec.Raw]) -> int | None:
         if name in body and (rank := _number(body, name)) is not None:
             return rank
     return None
+
+
+def priority_of(body: Mapping[str, msgspec.Raw]) -> int | None:
+    """The priority that the client has named."""
+    return _number(body, "priority")
 
 
 def room_for(room: int, rank: int, ranks: int) -> int:

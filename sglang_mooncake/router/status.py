@@ -18,9 +18,10 @@ __all__ = ["as_json", "as_text"]
 
 def as_json(counts: Counts, known: Known, now_s: float) -> dict[str, Any]:
     """The answer to ``GET /v1/router``. Times are in seconds."""
-    servers, views, decode, registries, pool = known
+    servers, views, decode, gate, registries, pool = known
     return {
         "requests": counts.under_way,
+        "waiting": 0 if gate is None else gate.waiting,
         "ended": dict(sorted(counts.ended.items())),
         "retries": counts.retries,
         "choices": dict(sorted(counts.choices.items())),

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets so many requests in at once, and has others wait for their turn (``shares.py``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from sglang_mooncake.router.shares import Shares
+
+__all__ = ["READING_MAX", "Gate", "TurnedAway"]
+
+#: Requests that are still being read, or about to be turned away, beside those that wait.
+READING_MAX: Final = 64
+
+
+class TurnedAway(Exception):
+    """The request is not served; the sentence says why."""
+
+
+class Gate:
+    """Each request that has ``entered`` ``leaves`` once."""
+
+    def __init__(
+        self,
+        most: int,
+        waiting_max: int,
+        waiting_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``most`` may be in, ``waiting_max`` wait, each for ``waiting_s`` at most."""
+        self._shares: Shares[asyncio.Future[None]] = Shares(most, waiting_max)
+        self._waiting_s, self._clock = waiting_s, clock
+        self._full = f"{most} requests are under way already (--max-concurrent-requests)"
+        if waiting_max:
+            self._full += f", and {waiting_max} before it wait for them (--queue-size)"
+        #: Requests that may be there in any state.
+        self.all_max: Final = most + (waiting_max + READING_MAX if waiting_max else 0)
+        #: Those that had to wait and were let in, and how long they waited in all.
+        self.waited = 0
+        self.waited_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._shares)
+
+    def full(self) -> TurnedAway:
+        """What one is told for whom there is no room."""
+        return TurnedAway(self._full)
+
+    async def enter(self, tenant: str, priority: int, cost: float) -> None:
+        """Returns when the request is let in. ``TurnedAway`` if it is not; cancelled it is out."""
+        turn = asyncio.get_running_loop().create_future()
+        entry = self._shares.enter(turn, tenant, priority, cost)
+        if entry.is_in:
+            return
+        if entry.turned_away is not None and not entry.turned_away.done():
+            entry.turned_away.set_exception(self.full())
+        since_s = self._clock()
+        try:
+            async with asyncio.timeout(self._waiting_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.leave()  # It was let in, and is not there any more.
+            self._shares.give_up(turn)
+            if isinstance(error, TimeoutError):
+                waited = f"it has waited {self._waiting_s:g} s for its turn (--queue-timeout-secs)"
+                raise TurnedAway(waited) from error
+            raise
+        self.waited += 1
+        self.waited_s += self._clock() - since_s
+
+    def leave(self) -> None:
+        """One that was in has ended."""
+        while (turn := self._shares.leave()) is not None:
+            if not turn.done():
+                turn.set_result(None)
+                return

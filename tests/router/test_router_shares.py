@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that wait for their turn: priorities, shares of tenants, who is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_world import World, never_answers, run, until
+
+from sglang_mooncake.router import shares
+from sglang_mooncake.router.gate import Gate, TurnedAway
+from sglang_mooncake.router.shares import Entry, Shares
+
+
+def served(queue: Shares[str], count: int) -> list[str | None]:
+    return [queue.leave() for _ in range(count)]
+
+
+def test_priority_comes_first_and_then_who_came_first() -> None:
+    queue: Shares[str] = Shares(1, 9)
+    assert queue.enter("a", "t", 0, 1.0) == Entry(True)
+    for who, priority in (("b", 0), ("c", 2), ("d", -1), ("e", 2)):
+        assert queue.enter(who, "t", priority, 1.0) == Entry(False)
+    assert served(queue, 5) == ["c", "e", "b", "d", None]
+    assert queue.enter("f", "t", 0, 1.0).is_in
+
+
+def test_a_tenant_that_asks_for_much_waits_for_those_that_ask_for_little() -> None:
+    queue: Shares[str] = Shares(1, 99)
+    queue.enter("", "much", 0, 1.0)
+    for n in range(4):
+        queue.enter(f"much {n}", "much", 0, 1.0)
+    for n in range(2):
+        queue.enter(f"little {n}", "little", 0, 1.0)
+    # Both have had one after the first of those that have asked for little.
+    assert served(queue, 6)[:4] == ["little 0", "much 0", "little 1", "much 1"]
+
+
+def test_shares_are_of_what_requests_cost() -> None:
+    queue: Shares[str] = Shares(1, 999)
+    queue.enter("", "a", 0, 1.0)
+    for n in range(300):
+        queue.enter(f"a{n}", "a", 0, 3.0)
+        queue.enter(f"b{n}", "b", 0, 1.0)
+    counts = Counter(who[0] for who in served(queue, 200) if who is not None)
+    assert counts["b"] == pytest.approx(3 * counts["a"], abs=4)
+
+
+def test_a_tenant_has_no_claim_to_what_it_left_to_others() -> None:
+    queue: Shares[str] = Shares(1, 999)
+    queue.enter("", "early", 0, 1.0)
+    for n in range(100):
+        queue.enter(f"early {n}", "early", 0, 1.0)
+    served(queue, 50)
+    for n in range(100):
+        queue.enter(f"late {n}", "late", 0, 1.0)
+    counts = Counter(who[:4] for who in served(queue, 20) if who is not None)
+    assert counts["late"] in (10, 11)
+
+
+def test_of_too_many_the_last_one_of_who_has_the_most_is_turned_away() -> None:
+    queue: Shares[str] = Shares(1, 3)
+    queue.enter("", "a", 0, 1.0)
+    for who, tenant, priority in (("a1", "a", 1), ("a2", "a", 0), ("a3", "a", 0)):
+        assert queue.enter(who, tenant, priority, 1.0) == Entry(False)
+    assert queue.enter("a4", "a", 0, 1.0) == Entry(False, "a4"), "itself"
+    assert queue.enter("b1", "b", 0, 1.0) == Entry(False, "a3")
+    assert queue.enter("b2", "b", -1, 1.0) == Entry(False, "b2")
+    assert queue.enter("c1", "c", 5, 1.0) == Entry(False, "b1")
+    queue.give_up("a2")
+    assert served(queue, 3) == ["c1", "a1", None]
+
+
+def test_tenants_that_are_made_up_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "TENANTS_MAX", 3)
+    queue: Shares[int] = Shares(1, 9)
+    queue.enter(0, "a", 0, 9.0)
+    for n in range(1, 6):
+        queue.enter(n, f"made up {n}", 0, 1.0)
+    assert [queue.leave() for _ in range(6)] == [*range(1, 6), None]
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 2)), max_size=60),
+    most=st.integers(1, 3),
+    waiting_max=st.integers(0, 4),
+)
+def test_nobody_is_lost(steps: list[tuple[int, int]], most: int, waiting_max: int) -> None:
+    """Whoever comes is in, waits, or was turned away; a free place is taken at once."""
+    queue: Shares[int] = Shares(most, waiting_max)
+    inside: set[int] = set()
+    waiting: set[int] = set()
+    for number, (tenant, priority) in enumerate(steps):
+        if tenant < 0:
+            if inside:
+                inside.pop()
+                if (nxt := queue.leave()) is not None:
+                    waiting.remove(nxt)
+                    inside.add(nxt)
+            continue
+        entry = queue.enter(number, str(tenant), priority, 1.0)
+        (inside if entry.is_in else waiting).add(number)
+        waiting.discard(-1 if entry.turned_away is None else entry.turned_away)
+        assert len(queue) == len(waiting) <= waiting_max
+        assert len(inside) == most or not waiting
+
+
+def test_one_that_leaves_as_its_turn_comes_holds_no_place() -> None:
+    async def job() -> None:
+        gate = Gate(1, 9, 60.0)
+        await gate.enter("a", 0, 1.0)
+        waiting = [asyncio.create_task(gate.enter("a", 0, 1.0)) for _ in range(3)]
+        await until(lambda: gate.waiting == 3)
+        waiting[0].cancel()  # It is gone as its turn comes.
+        gate.leave()
+        await waiting[1]
+        gate.leave()
+        waiting[2].cancel()  # It was let in already.
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert [one.cancelled() for one in waiting] == [True, False, True]
+        await gate.enter("a", 0, 1.0)
+        assert (gate.waiting, gate.waited) == (0, 1)
+
+    run(job())
+
+
+def test_one_that_waits_too_long_is_turned_away() -> None:
+    async def job() -> None:
+        gate = Gate(1, 9, 0.01)
+        await gate.enter("a", 0, 1.0)
+        with pytest.raises(TurnedAway, match=r"has waited 0\.01 s .*--queue-timeout-secs"):
+            await gate.enter("a", 0, 1.0)
+        assert gate.waiting == 0
+
+    run(job())
+
+
+def test_requests_wait_for_their_turn_by_priority_and_tenant() -> None:
+    async def job() -> None:
+        async with World(
+            max_requests=1, queue_size=3, tenant_header="X-Tenant", default_priority=1
+        ) as world:
+            world.decode[0].script = [never_answers]
+            first = asyncio.create_task(world.ask(text="first"))
+            await until(lambda: world.decode[0].asked)
+            others = []
+            for text, tenant, more in (
+                ("low", "a", {"priority": 0}),
+                ("usual", "a", {}),
+                ("high", "a", {"priority": 7}),
+                ("other", "b", {"priority": 1}),
+            ):
+                ask = world.ask(text=text, headers={"x-tenant": tenant}, **more)
+                others.append(asyncio.create_task(ask))
+                waiting = f"sglang_mooncake_router_waiting_requests {min(3, len(others))}"
+                while waiting not in (await world.get("/metrics"))[1].splitlines():
+                    await asyncio.sleep(0.005)
+            status, answer = await others[0]
+            assert status == 429, "the least of them has made room for the last"
+            assert "3 before it wait for them (--queue-size)" in answer["error"]["message"]
+            first.cancel()
+            assert [one[0] for one in await asyncio.gather(*others[1:])] == [200] * 3
+            assert [body["text"] for body in world.decode[0].asked][1] == "high"
+            _, text = await world.get("/metrics")
+            assert "sglang_mooncake_router_waited_total 3" in text.splitlines()
+
+    run(job())
