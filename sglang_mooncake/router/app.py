@@ -50,6 +50,7 @@ from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, RequestError
 from sglang_mooncake.router.status import as_json, as_text
+from sglang_mooncake.router.upstream import KEEPALIVE_S
 from te.version import version
 
 if TYPE_CHECKING:
@@ -60,9 +61,6 @@ __all__ = ["VIEWS", "make_app", "servers_of"]
 VIEWS: Final = web.AppKey("views", Mapping[Server, Sequence[PrefillView]])
 """What is known of each prefill server, by its DP ranks."""
 
-#: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
-#: as it is used again costs the request its second attempt.
-KEEPALIVE_S: Final = 2.0
 _NO_KEYS: Final = Keys()
 
 
@@ -90,7 +88,7 @@ async def make_app(
         cookie_jar=aiohttp.DummyCookieJar(),
     )
     counts = Counts()
-    forwarder = Forwarder(session, options.request_timeout_s, options.max_body_bytes, clock)
+    forwarder = Forwarder(options.request_timeout_s, options.max_body_bytes, clock)
     routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
     prober = Prober(session, servers, options, clock)
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]

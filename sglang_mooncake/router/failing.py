@@ -9,18 +9,16 @@ from http import HTTPStatus
 from typing import Final, Literal, TypeAlias, get_args
 
 import aiohttp
-from aiohttp import ClientResponse, StreamReader
 
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import error_in
+from sglang_mooncake.router.upstream import Answer, Broken, Unreachable
 
 __all__ = [
-    "CONNECT_S",
     "KINDS",
     "NO_ANSWER",
     "Failed",
     "Kind",
-    "begin_of",
     "check",
     "late",
     "refused",
@@ -29,8 +27,6 @@ __all__ = [
     "words_of",
 ]
 
-#: A server accepts a connection at once, unless its host is gone.
-CONNECT_S: Final = 5.0
 #: How a question to a server fails. ``UnicodeError`` is what a look-up raises of a host that can be
 #: no name, such as ``a..b`` or one with a label above 63 characters.
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, UnicodeError)
@@ -85,11 +81,9 @@ def talking_to(server: Server) -> Iterator[None]:
     """What can go wrong on the way becomes ``Failed``."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, UnicodeError) as error:
+    except (Unreachable, UnicodeError) as error:
         raise Failed(server, "unreachable", words_of(error)) from error
-    except aiohttp.ConnectionTimeoutError as error:
-        raise Failed(server, "unreachable", f"no connection within {CONNECT_S:g} s") from error
-    except aiohttp.ClientError as error:
+    except Broken as error:
         raise Failed(server, "broken", words_of(error)) from error
 
 
@@ -99,18 +93,13 @@ def late(server: Server) -> Failed:
     return Failed(server, "late", sentence, HTTPStatus.GATEWAY_TIMEOUT)
 
 
-async def begin_of(content: StreamReader, bytes_max: int) -> bytes:
-    """A body, or so many bytes of its beginning. (``read`` gives what has come so far.)"""
-    raw = bytearray()
-    while len(raw) < bytes_max and (chunk := await content.read(bytes_max - len(raw))):
-        raw += chunk
-    return bytes(raw)
-
-
-async def refused(server: Server, response: ClientResponse) -> Failed:
+async def refused(server: Server, response: Answer) -> Failed:
     """What a server's answer with the status of an error says. One that sends to another place is
     an error, too: where requests go is not for servers to say."""
-    raw = await begin_of(response.content, ERROR_BYTES_MAX)
+    raw = b""
+    while len(raw) < ERROR_BYTES_MAX and (part := await response.read()):
+        raw += part
+    raw = raw[:ERROR_BYTES_MAX]
     if response.status < HTTPStatus.BAD_REQUEST:
         sentence = f"answered with status {response.status}, which is not followed"
         return Failed(server, "answered", sentence)

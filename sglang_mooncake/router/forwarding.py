@@ -14,23 +14,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from io import BytesIO
 from typing import Any, Final, Literal, NamedTuple
 
-import aiohttp
 import msgspec
-from aiohttp import ClientResponse, web
+from aiohttp import web
 
-from sglang_mooncake.router.failing import (
-    CONNECT_S,
-    NO_ANSWER,
-    Failed,
-    check,
-    late,
-    refused,
-    talking_to,
-    words_of,
-)
+from sglang_mooncake.router.failing import Failed, check, late, refused, talking_to, words_of
 from sglang_mooncake.router.headers import NOT_OURS_TO_TELL
 from sglang_mooncake.router.passing import whole_lines, with_prefilled
 from sglang_mooncake.router.servers import Server
@@ -48,6 +37,7 @@ from sglang_mooncake.router.sglang_http import (
     wants_input_logprobs,
     wants_stream,
 )
+from sglang_mooncake.router.upstream import Answer, Broken, Unreachable, Upstream
 
 __all__ = ["Ask", "Course", "Forwarder", "Pair"]
 
@@ -59,7 +49,6 @@ ABORT_S: Final = 2.0
 #: What part of a stream's time its client may be waited for, if the stream is to say how far apart
 #: the server's tokens come.
 CLIENT_PART_MAX: Final = 0.1
-LONG_BYTES: Final = 1 << 20
 #: A first event is smaller than this, or passed on without a look.
 FIRST_EVENT_BYTES_MAX: Final = 1 << 20
 #: Aborts and ends of prefill answers that are under way in the background.
@@ -99,29 +88,27 @@ class Course(msgspec.Struct):
 
 
 class Forwarder:
-    """Makes attempts over one client session."""
+    """Makes attempts."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
         timeout_s: float,
         answer_bytes_max: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An attempt lasts ``timeout_s`` at most, with its answer. Of a prefill server's answer,
         which is kept as a whole, there may be ``answer_bytes_max``."""
-        self._session = session
+        self.upstream: Final = Upstream()
         self.timeout_s = timeout_s
-        #: An attempt looks at its time itself: one timer, instead of one for each server.
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self.answer_bytes_max, self.clock = answer_bytes_max, clock
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Ends what is under way in the background."""
+        """Ends what is under way in the background, and connections."""
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self.upstream.close()
 
     async def attempt(
         self, ask: Ask, pair: Pair, room: int, request: web.Request, course: Course
@@ -135,14 +122,6 @@ class Forwarder:
             raise
         return await attempt.run()
 
-    async def post(self, url: str, raw: bytes, headers: Mapping[str, str]) -> ClientResponse:
-        """The head of an answer. The caller looks at the time."""
-        # A long body is sent in pieces, between which others have their turn.
-        data = raw if len(raw) <= LONG_BYTES else BytesIO(raw)
-        return await self._session.post(
-            url, data=data, headers=headers, timeout=self._timeout, allow_redirects=False
-        )
-
     def later(self, job: Coroutine[Any, Any, None]) -> bool:
         """Does it in the background; False if too much is under way there already."""
         if len(self._background) >= BACKGROUND_MAX:
@@ -155,18 +134,14 @@ class Forwarder:
 
     async def abort(self, server: Server, rid: str, headers: Mapping[str, str]) -> None:
         """Tells a server to end a request; whether it does is not waited for long."""
+        sent = {name: text for name, text in headers.items() if name.lower() != "content-type"}
+        sent["Content-Type"] = "application/json"
+        raw = msgspec.json.encode({"rid": rid})
         # A server that does not take it notices that the connection is closed, some seconds later.
-        with suppress(*NO_ANSWER):
-            async with self._session.post(
-                f"{server.url}/abort_request",
-                json={"rid": rid},
-                headers={
-                    name: text for name, text in headers.items() if name.lower() != "content-type"
-                },
-                timeout=aiohttp.ClientTimeout(total=ABORT_S),
-                allow_redirects=False,
-            ):
-                pass
+        with suppress(Unreachable, Broken, UnicodeError, TimeoutError):
+            async with asyncio.timeout(ABORT_S):
+                answer = await self.upstream.post(server.url, "/abort_request", sent, raw)
+            answer.close()
 
 
 class _Attempt:
@@ -260,15 +235,18 @@ class _Attempt:
         server = self._pair.prefill
         raw = bytearray()
         with talking_to(server):
-            async with await self._post(server) as response:
+            response = await self._post(server)
+            try:
                 if response.status >= HTTPStatus.MULTIPLE_CHOICES:
                     raise await refused(server, response)
-                async for chunk in response.content.iter_any():
+                while chunk := await response.read():
                     if len(raw) + len(chunk) <= self._forwarder.answer_bytes_max:
                         raw += chunk
                     elif self._merges:
                         status = HTTPStatus.NOT_IMPLEMENTED
                         raise Failed(server, "answered", "its answer is too long", status)
+            finally:
+                response.release()
         answer = bytes(raw)
         told = event_json(next(events_in(raw), b"")) if self._streams else answer
         if told is not None:
@@ -289,10 +267,10 @@ class _Attempt:
                 raise
         return _Begun(response, first)
 
-    async def _first_bytes(self, response: ClientResponse) -> bytes:
+    async def _first_bytes(self, response: Answer) -> bytes:
         """Of a stream its first event, with what came with it. ``Failed`` if the event says so."""
         raw = bytearray()
-        async for chunk in response.content.iter_any():
+        while chunk := await response.read():
             raw += chunk
             if not self._streams:
                 break
@@ -315,7 +293,7 @@ class _Attempt:
             prefilled = prefill.result().answer
         upstream = begun.response
         answer = web.StreamResponse(status=upstream.status)
-        for name, value in upstream.headers.items():
+        for name, value in upstream.headers:
             if name.lower() not in NOT_OURS_TO_TELL:
                 answer.headers.add(name, value)
         if upstream.content_length is not None and not self._merges:
@@ -335,7 +313,7 @@ class _Attempt:
                 self._waits_for_client, self._last = False, part
                 client_s += self._forwarder.clock() - since_s
                 events += part.count(b"\n\n")
-        except aiohttp.ClientPayloadError as error:
+        except Broken as error:
             self._course.is_broken = True
             why = f"{self._pair.decode} stopped in the middle of its answer: {words_of(error)}"
             event = error_event(HTTPStatus.BAD_GATEWAY, why) if self._streams else None
@@ -370,8 +348,9 @@ class _Attempt:
         elif self._request.transport is not None:
             self._request.transport.abort()
 
-    async def _post(self, server: Server) -> ClientResponse:
-        return await self._forwarder.post(server.url + self._ask.path, self._raw, self._ask.headers)
+    async def _post(self, server: Server) -> Answer:
+        ask = self._ask
+        return await self._forwarder.upstream.post(server.url, ask.path, ask.headers, self._raw)
 
     def _end(self, prefill: asyncio.Task[_Prefilled], is_done: bool) -> None:
         """Leaves nothing behind that still asks."""
@@ -404,7 +383,7 @@ class _Prefilled(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    response: ClientResponse
+    response: Answer
     #: Of the body.
     first: bytes
 
@@ -412,7 +391,7 @@ class _Begun(NamedTuple):
 async def _chunks(begun: _Begun) -> AsyncIterator[bytes]:
     if begun.first:
         yield begun.first
-    async for chunk in begun.response.content.iter_any():
+    while chunk := await begun.response.read():
         yield chunk
 
 

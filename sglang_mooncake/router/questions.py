@@ -11,8 +11,9 @@ from typing import Final, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
-from sglang_mooncake.router.failing import CONNECT_S, NO_ANSWER, begin_of, words_of
+from sglang_mooncake.router.failing import NO_ANSWER, words_of
 from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.upstream import CONNECT_S
 
 __all__ = ["SERVER_INFO", "Said", "ask", "decoded"]
 
@@ -60,7 +61,7 @@ async def ask(
             timeout=aiohttp.ClientTimeout(total=ANSWER_S + wait_s, sock_connect=CONNECT_S),
             allow_redirects=False,
         ) as response:
-            answer = await begin_of(response.content, ANSWER_BYTES_MAX + 1)
+            answer = await _begin_of(response.content, ANSWER_BYTES_MAX + 1)
     except NO_ANSWER as error:
         return Said(0, f"{server}: {words_of(error)}".encode(), _is_refused(error))
     if len(answer) > ANSWER_BYTES_MAX:
@@ -76,6 +77,14 @@ def decoded(said: Said, kind: type[_T]) -> _T | None:
         return msgspec.json.decode(said.raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+async def _begin_of(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
+    """A body, or so many bytes of its beginning. (``read`` gives what has come so far.)"""
+    raw = bytearray()
+    while len(raw) < bytes_max and (chunk := await content.read(bytes_max - len(raw))):
+        raw += chunk
+    return bytes(raw)
 
 
 def _is_refused(error: BaseException) -> bool:

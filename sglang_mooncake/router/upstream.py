@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks servers over connections that are used again: a POST with a whole body, and an answer whose
+body is read as it comes.
+
+A request of the router's is two of these, and of what it costs aiohttp's client was 30 % and more.
+Questions to servers, which are rare, go by that all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from sglang_mooncake.router.http1 import AnswerError, AnswerParser, Head, request_head
+
+__all__ = ["CONNECT_S", "KEEPALIVE_S", "Answer", "Broken", "Unreachable", "Upstream"]
+
+#: A server accepts a connection at once, unless its host is gone.
+CONNECT_S: Final = 5.0
+#: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
+#: as it is used again costs the request its second attempt.
+KEEPALIVE_S: Final = 2.0
+#: Of an answer, before its sender is held back.
+WAITING_BYTES_MAX: Final = 256 << 10
+#: A long body is sent in pieces, between which others have their turn.
+PIECE_BYTES: Final = 256 << 10
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class Unreachable(Exception):
+    """No connection could be made: the server has not had the request."""
+
+
+class Broken(Exception):
+    """The connection has ended before the answer has, or has brought what is no answer."""
+
+
+class _Origin(NamedTuple):
+    host: str
+    port: int
+    is_tls: bool
+    #: As the header ``Host`` names it, and what paths begin with.
+    named: str
+    prefix: str
+
+
+class Upstream:
+    """Connections to all servers. A server is named by its URL."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, _Origin] = {}
+        self._idle: dict[_Origin, deque[_Connection]] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def post(self, url: str, path: str, headers: Mapping[str, str], raw: bytes) -> Answer:
+        """The answer, once its head has come. ``Unreachable``, ``Broken``; ``UnicodeError`` of a
+        host that can be no name. The caller looks at the time."""
+        origin = self._origins.get(url)
+        if origin is None:
+            origin = self._origins[url] = _origin_of(url)
+        head = request_head(origin.prefix + path, origin.named, headers, len(raw))
+        connection = self._idle_one(origin) or await self._connected(origin)
+        try:
+            await connection.ask(head, raw)
+        except BaseException:
+            connection.abort()
+            raise
+        return Answer(self, origin, connection)
+
+    def close(self) -> None:
+        """Ends the connections on which nothing is under way."""
+        for connections in self._idle.values():
+            while connections:
+                connections.pop().abort()
+
+    def keep(self, origin: _Origin, connection: _Connection) -> None:
+        """It may be used again."""
+        idle = self._idle.setdefault(origin, deque())
+        now_s = connection.let_rest()
+        while idle and not idle[0].is_fresh(now_s):
+            idle.popleft().abort()
+        idle.append(connection)
+
+    def _idle_one(self, origin: _Origin) -> _Connection | None:
+        """The one that was used last, if the server has not closed it and is not about to."""
+        idle = self._idle.get(origin)
+        now_s = asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            if connection.is_fresh(now_s):
+                return connection
+            connection.abort()
+        return None
+
+    async def _connected(self, origin: _Origin) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if origin.is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(loop),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.is_tls else None,
+                )
+        except TimeoutError as error:
+            raise Unreachable(f"no connection within {CONNECT_S:g} s") from error
+        except OSError as error:
+            where = f"{origin.named}: {error.strerror or error}"
+            raise Unreachable(f"cannot connect to {where}") from error
+        return connection
+
+
+class Answer:
+    """Of a server. It is let go by ``release`` or ``close``."""
+
+    def __init__(self, upstream: Upstream, origin: _Origin, connection: _Connection) -> None:
+        self._upstream, self._origin, self._connection = upstream, origin, connection
+        head = connection.head
+        self.status, self.headers, self.content_length = head.status, head.headers, head.length
+        #: What has come of the body, some of it at least; nothing at its end. ``Broken``.
+        self.read: Final = connection.read
+        self._is_let_go = False
+
+    def release(self) -> None:
+        """It is read to its end, else its connection is closed."""
+        if self._connection.may_be_kept and not self._is_let_go:
+            self._is_let_go = True
+            self._upstream.keep(self._origin, self._connection)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """It is not wanted any more, and neither is its connection."""
+        if not self._is_let_go:  # Else it is another request's by now.
+            self._is_let_go = True
+            self._connection.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """One request after another."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport
+        self._is_lost = False
+        self._rests_since_s = 0.0
+        self._parser = AnswerParser()
+        #: What has come of the body and was not read, and how much.
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._is_held = False
+        self._why: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_full = False
+        self._is_resting = False
+
+    # --- what the loop tells ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # Uvloop's is none by its type.
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_resting:
+            self.abort()  # Nothing was asked.
+            return
+        try:
+            body = self._parser.take(data)
+        except AnswerError as error:
+            self._fail(error)
+            return
+        if body:
+            self._parts.append(body)
+            self._size += len(body)
+            if self._size > WAITING_BYTES_MAX and not self._is_held:
+                self._is_held = True
+                self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        if not (self._is_resting or self._parser.is_over):
+            try:
+                self._parser.end()
+            except AnswerError as error:
+                self._why = self._why or exc or error
+            else:
+                self._why = self._why or exc
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._wake()
+
+    # --- what its user asks ---
+
+    async def ask(self, head: bytes, raw: bytes) -> None:
+        """Returns when the head of the answer has come."""
+        self._is_resting = False
+        if len(raw) <= PIECE_BYTES:
+            self._transport.write(head + raw)
+        else:
+            await self._send(head, raw)
+        while self._parser.head is None:
+            self._look()
+            await self._wait()
+
+    async def _send(self, head: bytes, raw: bytes) -> None:
+        """In pieces. A server that answers before it has all wants no more of it."""
+        self._transport.write(head)
+        view = memoryview(raw)
+        for at in range(0, len(raw), PIECE_BYTES):
+            self._transport.write(view[at : at + PIECE_BYTES])
+            await asyncio.sleep(0)
+            while self._is_full and self._parser.head is None:
+                self._look()
+                await self._wait()
+            if self._parser.head is not None:
+                self._parser.keeps = False
+                return
+
+    @property
+    def head(self) -> Head:
+        assert self._parser.head is not None
+        return self._parser.head
+
+    async def read(self) -> bytes:
+        while True:
+            if self._parts:
+                body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                self._size = 0
+                if self._is_held and not self._is_lost:
+                    self._is_held = False
+                    self._transport.resume_reading()
+                return body
+            self._look()
+            if self._parser.is_over:
+                return b""
+            await self._wait()
+
+    @property
+    def may_be_kept(self) -> bool:
+        parser = self._parser
+        return parser.is_over and parser.keeps and not (self._parts or self._is_lost)
+
+    def let_rest(self) -> float:
+        """The answer is over. The loop's time."""
+        self._parser, self._is_resting = AnswerParser(), True
+        self._rests_since_s = self._loop.time()
+        return self._rests_since_s
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether it can be used again."""
+        is_closed = self._is_lost or self._transport.is_closing()
+        return not is_closed and now_s - self._rests_since_s < KEEPALIVE_S
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _fail(self, why: Exception) -> None:
+        self._why = why
+        self._transport.abort()
+        self._wake()
+
+    def _look(self) -> None:
+        if self._why is not None:
+            raise Broken(str(self._why) or type(self._why).__name__) from self._why
+
+    async def _wait(self) -> None:
+        """For anything that the loop tells."""
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _origin_of(url: str) -> _Origin:
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port
+    named = f"[{host}]" if ":" in host else host
+    if port is not None:
+        named += f":{port}"
+    default = _PORTS[parts.scheme]
+    return _Origin(
+        host, default if port is None else port, parts.scheme == "https", named, parts.path
+    )

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to servers: used again, closed under the router's hands, held back, in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Self
+
+import pytest
+from router_world import run, until
+
+from sglang_mooncake.router import upstream as upstream_module
+from sglang_mooncake.router.upstream import Answer, Broken, Unreachable, Upstream
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\n"
+SHORT = OK + b"Content-Length: 2\r\n\r\nab"
+
+
+class Peer:
+    """A server that does ``talk`` on each connection, and an ``Upstream`` that asks it."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self.connections = 0
+        self.heads: list[bytes] = []
+        self.upstream = Upstream()
+        self._talking = 0
+        self._answers: list[Answer] = []
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for answer in self._answers:
+            answer.close()
+        self.upstream.close()
+        self._server.close()
+        await until(lambda: not self._talking)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._talking += 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):  # The router has left.
+            await self._talk(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        self._talking -= 1
+
+    async def asked(self, reader: asyncio.StreamReader) -> bytes:
+        """The body of the next request."""
+        self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+        length = self.heads[-1].split(b"Content-Length: ")[1].split(b"\r\n")[0]
+        return await reader.readexactly(int(length))
+
+    async def ask(self, raw: bytes = b"{}") -> Answer:
+        url = f"http://127.0.0.1:{self.port}"
+        self._answers.append(await self.upstream.post(url, "/generate", {}, raw))
+        return self._answers[-1]
+
+
+async def whole(answer: Answer) -> bytes:
+    body = bytearray()
+    while part := await answer.read():
+        body += part
+    return bytes(body)
+
+
+def answering(*answers: bytes) -> Peer:
+    """One after another, on each connection."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for raw in answers:
+            await peer.asked(reader)
+            writer.write(raw)
+
+    peer = Peer(talk)
+    return peer
+
+
+def test_a_connection_is_used_again_and_by_one_request_at_a_time() -> None:
+    async def job() -> None:
+        async with answering(SHORT, SHORT, SHORT) as peer:
+            first = await peer.ask()
+            second = await peer.ask()
+            assert peer.connections == 2
+            for answer in (first, second):
+                assert (answer.status, answer.content_length) == (200, 2)
+                assert await whole(answer) == b"ab"
+                answer.release()
+                answer.release()
+                answer.close()  # It is not this one's any more.
+            again = [await peer.ask(), await peer.ask()]
+            assert [await whole(answer) for answer in again] == [b"ab", b"ab"]
+            assert peer.connections == 2
+            assert f"Host: 127.0.0.1:{peer.port}\r\n".encode() in peer.heads[0]
+
+    run(job())
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_connection_is_not_used_again_while_it_may_bring_something(is_read: bool) -> None:
+    more = OK + b"Content-Length: 2\r\n\r\n" + (b"abc" if is_read else b"a")
+
+    async def job() -> None:
+        async with answering(more, SHORT) as peer:
+            answer = await peer.ask()
+            if is_read:
+                assert await whole(answer) == b"ab"
+            answer.release()
+            await peer.ask()
+            assert peer.connections == 2
+
+    run(job())
+
+
+def test_one_that_was_closed_meanwhile_or_is_idle_for_long_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def job() -> None:
+        async with answering(SHORT) as peer:
+            for connections in (1, 2):
+                answer = await peer.ask()
+                await whole(answer)
+                answer.release()
+                if connections == 1:  # The server has closed it; until that is known it counts.
+                    await until(lambda: answer._connection._is_lost)  # noqa: B023
+                assert peer.connections == connections
+        async with answering(SHORT, SHORT, SHORT) as peer:
+            monkeypatch.setattr(upstream_module, "KEEPALIVE_S", 0.0)
+            two = [await peer.ask(), await peer.ask()]
+            for answer in two:
+                await whole(answer)
+                answer.release()
+            await whole(await peer.ask())
+            assert peer.connections == 3
+
+    run(job())
+
+
+def test_bytes_that_nobody_has_asked_for_close_a_connection() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await peer.asked(reader)
+        writer.write(SHORT)
+        await go_on.wait()
+        writer.write(SHORT)
+        await reader.read()
+
+    peer, go_on = Peer(talk), asyncio.Event()
+
+    async def job() -> None:
+        async with peer:
+            answer = await peer.ask()
+            await whole(answer)
+            answer.release()
+            go_on.set()
+            await until(lambda: answer._connection._is_lost)
+            await peer.ask()
+            assert peer.connections == 2
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "closed the connection before its answer"),
+        (OK + b"Content-Length: 9\r\n\r\nab", "closed the connection in the middle"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n", "in the middle"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nx\r\n", "no size of a chunk"),
+        (b"220 mail\r\n\r\n", "no begin of an answer"),
+    ],
+    ids=str,
+)
+def test_half_an_answer_is_a_broken_one(raw: bytes, words: str) -> None:
+    async def job() -> None:
+        async with answering(raw) as peer:
+            with pytest.raises(Broken, match=words):
+                await whole(await peer.ask())
+
+    run(job())
+
+
+def test_a_body_that_ends_with_its_connection_is_whole_unless_that_broke() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = peer.connections
+        await peer.asked(reader)
+        writer.write(OK + b"\r\nab")
+        await go_on.wait()
+        if number == 2:
+            linger = b"\1\0\0\0\0\0\0\0"  # A reset in place of an orderly end.
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    peer, go_on = Peer(talk), asyncio.Event()
+
+    async def job() -> None:
+        async with peer:
+            answers = [await peer.ask(), await peer.ask()]
+            assert [await answer.read() for answer in answers] == [b"ab", b"ab"]
+            go_on.set()
+            assert await answers[0].read() == b""
+            with pytest.raises(Broken, match="reset"):
+                await answers[1].read()
+
+    run(job())
+
+
+def test_a_server_is_held_back_by_who_does_not_read() -> None:
+    sent = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await peer.asked(reader)
+        writer.write(OK + b"\r\n")
+        for _ in range(32):
+            writer.write(b"x" * (1 << 20))
+            await writer.drain()
+            sent += 1
+
+    peer = Peer(talk)
+
+    async def job() -> None:
+        async with peer:
+            answer = await peer.ask()
+            await until(lambda: answer._connection._is_held)
+            assert sent < 32
+            assert len(await whole(answer)) == 32 << 20
+
+    run(job())
+
+
+def test_a_long_request_is_sent_in_pieces_and_no_further_than_it_is_wanted() -> None:
+    read = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if peer.connections == 1:
+            bodies.append(await peer.asked(reader))
+        else:
+            await reader.readuntil(b"\r\n\r\n")
+        writer.write(SHORT)
+        await read.wait()
+
+    peer, bodies, raw = Peer(talk), list[bytes](), bytes(range(256)) * (32 << 10)
+
+    async def job() -> None:
+        async with peer:
+            answer = await peer.ask(raw)
+            assert await whole(answer) == b"ab"
+            assert bodies == [raw]
+            refused = await peer.ask(raw * 8)
+            assert await whole(refused) == b"ab"
+            refused.release()
+            assert refused._connection._transport.is_closing(), "the rest would be another request"
+            read.set()
+
+    run(job())
+
+
+def test_a_server_that_leaves_while_it_is_sent_a_long_request_breaks_it() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    async def job() -> None:
+        async with Peer(talk) as peer:
+            with pytest.raises(Broken):
+                await peer.ask(b"x" * (64 << 20))
+
+    run(job())
+
+
+def test_one_that_stops_asking_closes_its_connection() -> None:
+    ended = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await peer.asked(reader)
+        await reader.read()
+        ended.set()
+
+    peer = Peer(talk)
+
+    async def job() -> None:
+        async with peer:
+            task = asyncio.create_task(peer.ask())
+            await until(lambda: peer.heads)
+            task.cancel()
+            await ended.wait()
+
+    run(job())
+
+
+def test_a_server_that_does_not_accept_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_module, "CONNECT_S", 0.05)
+
+    async def job() -> None:
+        upstream = Upstream()
+        with socket.socket() as full:
+            full.bind(("127.0.0.1", 0))
+            port = full.getsockname()[1]
+            with pytest.raises(Unreachable, match=rf"cannot connect to 127\.0\.0\.1:{port}: "):
+                await upstream.post(f"http://127.0.0.1:{port}", "/", {}, b"")
+            full.listen(0)
+            waiting = [socket.socket() for _ in range(4)]
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+            with pytest.raises(Unreachable, match=r"no connection within 0\.05 s"):
+                await upstream.post(f"http://127.0.0.1:{port}", "/", {}, b"")
+            for one in waiting:
+                one.close()
+
+    run(job())
+
+
+def test_https_begins_with_tls_and_a_path_stays_before_the_routes() -> None:
+    begins: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begins.append(await reader.read(5000))
+
+    async def job() -> None:
+        async with Peer(talk) as peer:
+            with pytest.raises(Unreachable):
+                await peer.upstream.post(f"https://127.0.0.1:{peer.port}", "/", {}, b"")
+            url = f"http://127.0.0.1:{peer.port}/servers/1"
+            with pytest.raises(Broken):
+                await peer.upstream.post(url, "/generate", {}, b"")
+            assert begins[0].startswith(b"\x16\x03")  # A handshake of TLS.
+            assert begins[1].startswith(b"POST /servers/1/generate HTTP/1.1\r\n")
+
+    run(job())
