@@ -178,6 +178,7 @@ cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
     cdef Connection *c = look.c
     cdef Moved state = MOVED
     cdef bint may_send = False
+    cdef u32 suspicion
     cdef int i
     if load32(&c.gone) or load32(&c.link.dead):
         return FOR_WORKER
@@ -189,11 +190,12 @@ cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
     look.has_rung = look.is_armed = False
     look.fd = c.channel.fd
     set_interest(c)
+    suspicion = load32(&c.link.suspicion)
     for i in range(ANSWERS_PER_LOOK):  # A peer may send for ever.
         state = c.protocol.receive(c, True)
         if state != MOVED or load32(&look.t.status) != PENDING:
             break
-    c.was_looked_at = True
+    store32(&c.looked, suspicion)
     if may_send or load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
         polled_kick(&c.polled)  # There is something to send, or to begin.
     if state == WAITING and sleeps and load32(&look.t.status) == PENDING:

@@ -81,7 +81,6 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
     c.put_off = load32(&c.lookers) == ASLEEP
     if c.put_off:
         return WAITING
-    c.was_looked_at = True
     for i in range(READS_PER_TURN):
         if load32(&c.link.dead) or c.queued_n > ACK_BACKLOG_BYTES:
             break
@@ -102,6 +101,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     """Whatever it can do now; whether bytes moved. `rung`: its descriptor is ready. `is_patient`: a
     wake-up of the other side may wait for the next turn."""
     cdef u64 before
+    cdef u32 suspicion = load32(&c.link.suspicion)
     cdef bint busy = False, again
     cdef Moved state
     c.channel.is_patient = is_patient
@@ -117,6 +117,8 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
         again = state == MOVED
         if not load32(&c.link.dead):
             again |= c.protocol.send(c, SENDS_PER_TURN) == MOVED
+        if not c.put_off:
+            store32(&c.looked, suspicion)
         # It stopped for lack of turns: the kernel may have nothing to wake it with.
         if again and not load32(&c.link.dead):
             polled_again(&c.polled)
@@ -168,28 +170,49 @@ cdef bint on_arm(Polled *p) noexcept nogil:
     return connection_arm(c)
 
 
-cdef bint on_check(Polled *p, u64 now) noexcept nogil:
-    """Ends a link with a transfer, or a connection, on which nothing moved for too long; whether one
-    is suspected. This process itself may have been frozen: only silence after one more look at the
-    channel counts, by the worker or by a calling thread that the worker leaves it to."""
+cdef bint were_looked_at(Link *link) noexcept nogil:
+    """All its connections, since it is suspected."""
+    cdef Connection *c
+    cdef u32 i
+    for i in range(load32(&link.connections_n)):
+        c = <Connection *>link.connections[i]
+        if load32(&c.looked) != link.suspicion and not load32(&c.gone):
+            return False
+    return True
+
+
+cdef bint has_stalled(Link *link, u64 now) noexcept nogil:
+    """By its owner. What moves its first transfer may have come while the worker of another connection did not run."""
+    cdef u64 moved_ns
+    cdef bint was_suspect = link.is_suspect
+    pthread_mutex_lock(&link.lock)
+    moved_ns = first_moved_ns(link)
+    pthread_mutex_unlock(&link.lock)
+    link.is_suspect = is_too_silent(link, &link.silence, moved_ns, now)
+    if link.is_suspect and not was_suspect:
+        add32(&link.suspicion, 1)
+        link_kick(link)
+        return False
+    return link.is_suspect and were_looked_at(link)
+
+
+cdef void on_check(Polled *p, u64 now) noexcept nogil:
+    """Ends a link of which nothing moved for too long, or nothing of what this connection sends: as suspected at the
+    check before, as this process may have stood still until then."""
     cdef Connection *c = <Connection *>p
     cdef Link *link = c.link
-    cdef u64 limit = link.plane.stall_ns
-    cdef bint stalled, is_proven
-    pthread_mutex_lock(&link.lock)
-    stalled = now > limit and is_stalled(link, now - limit)
-    pthread_mutex_unlock(&link.lock)
-    stalled |= c.out_left != 0 and now > c.progress_ns + limit
-    is_proven = stalled and c.suspect and c.was_looked_at
-    if not link.ops.check(link, is_proven) and is_proven:
+    cdef bint was_suspect = c.is_suspect, stalled = False
+    if p == link.connections[0]:
+        stalled = has_stalled(link, now)
+    c.is_suspect = is_too_silent(link, &c.silence, c.progress_ns if c.out_left else 0, now)
+    stalled |= c.is_suspect and was_suspect
+    if p == link.connections[0]:
+        stalled = not link.ops.check(link, stalled) and stalled
+    if stalled:
         link_die(link, STALLED, 0, NULL)
-    if not c.suspect:
-        c.was_looked_at = False
-    c.suspect = stalled
     # Nobody tells one that is held up if it could go on since the engine has less to wait for.
-    if c.is_held_up or (stalled and not c.was_looked_at):
+    if c.is_held_up or c.is_suspect:
         polled_again(p)
-    return stalled
 
 
 cdef void on_stop(Polled *p) noexcept nogil:

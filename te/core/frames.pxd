@@ -8,7 +8,7 @@ from te.core.link cimport Link
 from te.core.tally cimport Flow
 from te.core.sync cimport store32, u32, u64
 from te.core.wire cimport Header
-from te.core.worker cimport Polled
+from te.core.worker cimport Polled, Silence
 
 cdef enum:
     ACK_BACKLOG_BYTES = 256 << 10  # a source that reads no acknowledgements is not read from
@@ -58,8 +58,9 @@ cdef struct Connection:
     u32 lookers
     bint put_off  # the worker was to read meanwhile: who slept has it do so when he leaves
     u32 gone  # atomic
-    bint suspect
-    bint was_looked_at  # by whoever reads, since it is suspected
+    Silence silence  # of what is sent
+    bint is_suspect
+    u32 looked  # atomic: the link's `suspicion` for which it was last looked at
     u64 progress_ns
     bint is_held_up  # what is to be received waits for a slot, or for memory of another process
     u32 is_away  # atomic: a thread that is not its worker's copies for it, and gives it a turn after that

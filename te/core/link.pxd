@@ -22,7 +22,7 @@ from te.core.sync cimport (
 from te.core.tags cimport Identity, Opening
 from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
-from te.core.worker cimport Command, Polled, Spin, Worker
+from te.core.worker cimport Command, Polled, Silence, Spin, Worker, silence_lasts
 
 # Why a link died or a transfer failed; te/reasons.py makes the sentences. A transport's own reasons
 # begin with 20.
@@ -80,7 +80,7 @@ cdef struct Ops:
     # thread, also with the engine's lock; returns at once.
     void (*revoke)(Link *link) noexcept nogil
 
-    # Both sides. Now and then, by a worker: may end the link. `stalled`: its first transfer has not
+    # Both sides. Now and then, by the owner: may end the link. `stalled`: its first transfer has not
     # moved for too long. Returns whether to let that pass.
     bint (*check)(Link *link, bint stalled) noexcept nogil
     # All of its connections are closed: ends what else it has. Without a lock, by a worker.
@@ -145,6 +145,10 @@ cdef struct Link:
     Spin spin  # of callers that wait; only they touch it, with the interpreter lock
     Block *spare  # atomic: see `blocks_new`
     u64 progress_ns  # when anything moved: whoever moved it looks again
+    # The owner's: of the first transfer. It is judged once all connections were looked at again.
+    Silence silence
+    bint is_suspect
+    u32 suspicion  # atomic: the number of the last one
     # Submitted and unfinished, in this order; `issue` is the first that is not all issued.
     Transfer *first
     Transfer *last
@@ -180,8 +184,9 @@ cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept 
 cdef void link_tell(Link *link) noexcept nogil
 # Gives all its connections a turn.
 cdef void link_kick(Link *link) noexcept nogil
-# The first part of the list of transfers has not moved since then. Under the lock.
-cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil
+# When the first transfer of the list last moved; 0 if there is none. Those behind it wait their turn, so what moves
+# of them says nothing of it; and each is the first in the end. Under the lock.
+cdef u64 first_moved_ns(Link *link) noexcept nogil
 
 
 cdef inline bint owes_too_much(Link *link) noexcept nogil:
@@ -196,6 +201,11 @@ cdef inline bint link_lock(Link *link, Worker *w) noexcept nogil:
     if w.is_lent:
         return pthread_mutex_trylock(&link.lock) == 0
     return pthread_mutex_lock(&link.lock) == 0
+
+
+cdef inline bint is_too_silent(Link *link, Silence *s, u64 moved_ns, u64 now) noexcept nogil:
+    """At a check: whether nothing has moved for as long as makes a stall."""
+    return silence_lasts(s, moved_ns, now, 2 * link.plane.workers.check_ns) > link.plane.stall_ns
 
 
 cdef inline u32 rails_of(Link *link) noexcept nogil:

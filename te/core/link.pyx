@@ -141,9 +141,9 @@ cdef void link_tell(Link *link) noexcept nogil:
         link_drop(link)
 
 
-cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil:
-    # Those behind the first wait their turn, so what moves of them says nothing of it; and each is
-    # the first in the end.
+cdef u64 first_moved_ns(Link *link) noexcept nogil:
     cdef Transfer *t = link.first
-    return t != NULL and load64(&t.progress_ns) < since_ns and (
-        t.opening == NULL or load64(&t.opening.progress_ns) < since_ns)
+    if t == NULL:
+        return 0
+    return load64(&t.progress_ns) if t.opening == NULL else max(
+        load64(&t.progress_ns), load64(&t.opening.progress_ns))

@@ -83,8 +83,8 @@ cdef bint on_arm(Polled *p) noexcept nogil:
     return has_news(s)
 
 
-cdef bint on_check(Polled *p, u64 now) noexcept nogil:
-    return False
+cdef void on_check(Polled *p, u64 now) noexcept nogil:
+    pass
 
 
 cdef void on_stop(Polled *p) noexcept nogil:

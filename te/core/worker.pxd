@@ -29,13 +29,19 @@ cdef struct PolledOps:
     # Before the worker sleeps: asks to be woken up. True if there is something to do already. What
     # nobody wakes a worker up for sets `Worker.naps`.
     bint (*arm)(Polled *p) noexcept nogil
-    # Now and then: its deadlines. True if a deadline seems to be over: then it is called again
-    # after one more turn, as this process itself may have been frozen.
-    bint (*check)(Polled *p, u64 now) noexcept nogil
+    # Now and then: its deadlines, which `Silence` measures.
+    void (*check)(Polled *p, u64 now) noexcept nogil
     # The engine is being closed.
     void (*stop)(Polled *p) noexcept nogil
     # It has gone, and the worker forgets it.
     void (*release)(Polled *p) noexcept nogil
+
+# For how long something has not moved while its worker looked after it. A process that is stopped, or does not get
+# the processor, hears nothing of peers that are well.
+cdef struct Silence:
+    u64 moved_ns  # when it had last moved, at the last check; 0: nothing was to move
+    u64 checked_ns
+    u64 lasted_ns
 
 cdef struct Polled:
     const PolledOps *ops
@@ -113,6 +119,10 @@ cdef struct Workers:
     u32 is_watched  # atomic
     int pid  # of the process that has them: a child of fork(2) has not
     pthread_mutex_t lock  # of who takes a worker over
+
+# At a check: for how long it has been silent that last moved then. What is beyond `most_ns` between two checks is
+# time in which its worker did not run.
+cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept nogil
 
 # Of what has nothing to do for `adopted`, `look` and `stop`; the others are NULL.
 cdef PolledOps plain_polled_ops() noexcept

@@ -40,6 +40,18 @@ cdef PolledOps plain_polled_ops() noexcept:
     return ops
 
 
+# -- time without movement
+
+cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept nogil:
+    if moved_ns == 0 or moved_ns != s.moved_ns:
+        s.lasted_ns = 0
+    else:
+        s.lasted_ns += min(now - s.checked_ns, most_ns)
+    s.moved_ns = moved_ns
+    s.checked_ns = now
+    return s.lasted_ns
+
+
 # -- setting up
 
 cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
@@ -356,15 +368,12 @@ cdef void stop_all(Worker *w) noexcept nogil:
         p = p.next
 
 
-cdef bint checked(Worker *w, u64 now) noexcept nogil:
-    """Deadlines; False if one seems to be over."""
+cdef void check_all(Worker *w, u64 now) noexcept nogil:
     cdef Polled *p = w.polled
-    cdef bint again = False
     while p != NULL:
         if not p.has_gone:
-            again |= p.ops.check(p, now)
+            p.ops.check(p, now)
         p = p.next
-    return not again
 
 
 cdef void run(Worker *w, Runner *me) noexcept nogil:
@@ -427,7 +436,8 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
             spin_paid(&w.spin)
         waiting = not busy
         if now >= check_at:
-            check_at = now + w.all.check_ns if checked(w, now) else now
+            check_all(w, now)
+            check_at = now + w.all.check_ns
 
 
 # -- its threads

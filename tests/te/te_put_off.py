@@ -9,17 +9,20 @@ import ctypes
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, header, segment, trailer
 from te_raw import RawListener, read_exactly
+from te_two_rails import TwoRails
 
 import te
 
 TIMEOUT_S: Final = 30.0
 FAR: Final = 1 << 20
 NBYTES: Final = 1 << 12
+STALL_S: Final = 0.5
 #: Who waits sleeps at once, if nothing is there.
 CONFIG: Final = te.Config(
     transports=("tcp",),
@@ -94,6 +97,20 @@ def a_peer_answers_without_end() -> None:
         wait_in_vain(write_for_ever(peer, src), 0.01)
         assert peer.alive
         number("is_flooded").value = 0
+
+
+def the_worker_of_another_connection_stands_still() -> None:
+    """What the first transfer waits for has come there long before it is a stall."""
+    config = replace(CONFIG, workers=2, rails=2, stall_timeout_s=STALL_S)
+    dst = np.zeros(NBYTES, np.uint8)
+    with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
+        engine.register(dst)
+        number("slow_worker_us").value = round(4 * STALL_S * 1e6)
+        read = link.peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
+        transfer, _ = link.take(Kind.READ)
+        link.reply(1, transfer, dst.ctypes.data, bytes([9]) * NBYTES)
+        assert read.wait(TIMEOUT_S) is te.Status.DONE
+        assert (dst == 9).all()
 
 
 if __name__ == "__main__":

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
 from te_built import built_once
-from te_frames import BLOCK, HEADER, LANDING, REPLY, Kind, ack, segment, trailer
+from te_frames import Kind, ack
 from te_frozen import FrozenMemory, frozen_memory
-from te_raw import raw_destination, read_exactly, take_hello, welcome
+from te_two_rails import TwoRails
 
 import te
 
@@ -35,43 +32,6 @@ DONE, PENDING = te.Status.DONE, te.Status.PENDING
 
 
 # -- what it does under the link's lock
-
-
-class TwoRails:
-    """A link to a destination by hand, with two connections: the first is its owner's."""
-
-    def __init__(self, engine: te.Engine) -> None:
-        with raw_destination() as (listener, card), ThreadPoolExecutor(1) as pool:
-            dialled = pool.submit(engine.connect, card, TIMEOUT_S)
-            self.rails = []
-            for _ in range(2):
-                sock = listener.accept()[0]
-                sock.settimeout(TIMEOUT_S)
-                sock.sendall(welcome(take_hello(sock), rails=2))
-                self.rails.append(sock)
-            self.peer: te.Peer = dialled.result(TIMEOUT_S)
-
-    def take(self, kind: Kind) -> tuple[int, socket.socket]:
-        """The number of the transfer whose frame is the next; and where it came."""
-        ready, _, _ = select.select(self.rails, [], [], TIMEOUT_S)
-        data = read_exactly(ready[0], HEADER.size)
-        assert data is not None
-        found, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
-        assert found == kind
-        behind = BLOCK.itemsize * count
-        if kind == Kind.SEGMENT:
-            behind = LANDING.itemsize * count + nbytes + len(trailer())
-        assert read_exactly(ready[0], behind) is not None
-        return transfer, ready[0]
-
-    def reply(self, rail: int, transfer: int, address: int, data: bytes) -> None:
-        """To a read, by one of the connections."""
-        head = segment(transfer, transfer, [(address, len(data))], len(data), flags=REPLY)
-        self.rails[rail].sendall(head + data + trailer())
-
-    def close(self) -> None:
-        for sock in self.rails:
-            sock.close()
 
 
 @contextlib.contextmanager
@@ -128,9 +88,14 @@ def _build(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["a_worker_reads_while_a_caller_goes_to_sleep", "a_peer_answers_without_end"]
+    "what",
+    [
+        "a_worker_reads_while_a_caller_goes_to_sleep",
+        "a_peer_answers_without_end",
+        "the_worker_of_another_connection_stands_still",
+    ],
 )
-def test_a_caller_that_is_put_off_loses_nothing_and_keeps_nothing(what: str) -> None:
+def test_a_thread_that_stands_still_loses_nothing_and_keeps_nothing(what: str) -> None:
     preloaded = f"{os.environ.get('LD_PRELOAD', '')} {built_once([SOURCE], _build) / HOOKS}"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("te_put_off.py")), what],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ TIMEOUT_S = 60.0
 #: Of all engines, unless a test is about them: a thread may stand still for seconds.
 PATIENT: dict[str, Any] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
 MANY_BYTES = 64 << 20
+#: Far more than a thread of a process that runs is off its processor.
+STALL_S = 4.0
 #: How often each of many transfers writes all of the memory: enough that a test whose thread loses
 #: its core for a while still catches them under way. RDMA counts the first when it has landed.
 COPIES = [1] + [16] * 63
@@ -158,6 +161,36 @@ def test_frozen_destination(far: Far) -> None:
             return written.poll() is te.Status.DONE
 
         wait_until(is_written, "a new link carries it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("also_target", [False, True], ids=["source", "both"])
+def test_time_in_which_it_stood_still_itself_counts_against_no_peer(
+    far: Far, also_target: bool
+) -> None:
+    """Both: as where a machine stands still, and the peer goes on a moment later."""
+    config = {"stall_timeout_s": STALL_S, "workers": 2, "rails": 2}
+    source, target = far(**config), far()
+    src, dst = source.register(nbytes=MANY_BYTES, seed=6), target.register(nbytes=MANY_BYTES)
+    peer = source.connect(card=target.card())
+    copies = COPIES[:4]
+    numbers = [
+        source.write(peer=peer, src=[src] * n, dst=[dst] * n, nbytes=[MANY_BYTES] * n)
+        for n in copies
+    ]
+    wait_until(lambda: target.bytes_received() > 0, "data flows")
+    source.signal(signal.SIGSTOP)
+    assert target.bytes_received() < sum(copies) * MANY_BYTES
+    if also_target:
+        target.signal(signal.SIGSTOP)
+    until_s = time.monotonic() + 1.5 * STALL_S
+    wait_until(lambda: time.monotonic() > until_s, "it stood still for long")
+    source.signal(signal.SIGCONT)
+    if also_target:
+        for _ in range(10):
+            assert source.bytes_received() == 0  # So it runs.
+        target.signal(signal.SIGCONT)
+    assert {source.outcome(number=number)[0] for number in numbers} == {"done"}
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ cdef bint is_left_behind(Qp *q, u64 now) noexcept nogil:
     )
 
 
-cdef bint on_check(Polled *p, u64 now) noexcept nogil:
+cdef void on_check(Polled *p, u64 now) noexcept nogil:
     """Suspects a rail on which nothing came back for a while, and gives it up where others go on, or
     after too long: a device may try for ever. As with stalls, only silence after one more look
     counts."""
@@ -209,7 +209,7 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     cdef u64 moment_ns
     cdef bint late, overdue
     if q.e == NULL or q.link.is_incoming:
-        return False
+        return
     if q.progress_seen_ns != q.progress_ns:
         q.progress_seen_ns = q.progress_ns
         q.others_moved = moved_by_others(q)
@@ -224,7 +224,6 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
         kick_qps(q.link)
     q.late = late
     q.overdue = overdue
-    return False
 
 
 cdef void on_release(Polled *p) noexcept nogil:

@@ -13,7 +13,9 @@ from te.core.frames cimport Protocol
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.kinds cimport Kind, TOUCHED_BY_KERNEL, kind_of
-from te.core.link cimport Link, Ops, PROCESS_GONE, STALLED, Transfer, link_die
+from te.core.link cimport (
+    Link, Ops, PROCESS_GONE, STALLED, Transfer, is_too_silent, link_die,
+)
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.posix cimport *
@@ -173,9 +175,10 @@ cdef void submit(Transfer *t) noexcept nogil:
 
 cdef bint check(Link *link, bint stalled) noexcept nogil:
     cdef Samehost *own = <Samehost *>link.own
+    cdef u64 since_ns = load64(&own.waits_since_ns) if load32(&own.waits) else 0
     if process_gone(own):
         link_die(link, PROCESS_GONE, 0, NULL)
-    elif load32(&own.waits) and now_ns() > load64(&own.waits_since_ns) + link.plane.stall_ns:
+    elif is_too_silent(link, &own.silence, since_ns, now_ns()):
         link_die(link, STALLED, 0, NULL)  # Its peer may never notice, and its memory never answer.
     return False
 

@@ -10,6 +10,7 @@ from te.core.posix cimport iovec, pid_t
 from te.core.sending cimport Streams
 from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.wire cimport BLOCKS_MAX, Header
+from te.core.worker cimport Silence
 
 # Memory of the source that this process has mapped, too: a part of one of its regions.
 cdef struct Mapping:
@@ -51,6 +52,7 @@ cdef struct Samehost:
     # begins to wait for it. Atomic, as is the time of the first of them.
     u32 waits
     u64 waits_since_ns
+    Silence silence  # of those copies; the owner's
     # The other side's, under a lock of its own: serials of regions that the peer has mapped.
     pthread_mutex_t mapped_lock
     Map mapped_by_peer

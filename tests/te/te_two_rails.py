@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A destination by hand with two connections, so that tests say what comes by which."""
+
+from __future__ import annotations
+
+import select
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from te_frames import BLOCK, HEADER, LANDING, REPLY, Kind, segment, trailer
+from te_raw import TIMEOUT_S, raw_destination, read_exactly, take_hello, welcome
+
+import te
+
+__all__ = ["TwoRails"]
+
+
+class TwoRails:
+    """A link to a destination by hand, with two connections: the first is its owner's."""
+
+    def __init__(self, engine: te.Engine) -> None:
+        with raw_destination() as (listener, card), ThreadPoolExecutor(1) as pool:
+            dialled = pool.submit(engine.connect, card, TIMEOUT_S)
+            self.rails = []
+            for _ in range(2):
+                sock = listener.accept()[0]
+                sock.settimeout(TIMEOUT_S)
+                sock.sendall(welcome(take_hello(sock), rails=2))
+                self.rails.append(sock)
+            self.peer: te.Peer = dialled.result(TIMEOUT_S)
+
+    def take(self, kind: Kind) -> tuple[int, socket.socket]:
+        """The number of the transfer whose frame is the next; and where it came."""
+        ready, _, _ = select.select(self.rails, [], [], TIMEOUT_S)
+        data = read_exactly(ready[0], HEADER.size)
+        assert data is not None
+        found, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
+        assert found == kind
+        behind = BLOCK.itemsize * count
+        if kind == Kind.SEGMENT:
+            behind = LANDING.itemsize * count + nbytes + len(trailer())
+        assert read_exactly(ready[0], behind) is not None
+        return transfer, ready[0]
+
+    def reply(self, rail: int, transfer: int, address: int, data: bytes) -> None:
+        """To a read, by one of the connections."""
+        head = segment(transfer, transfer, [(address, len(data))], len(data), flags=REPLY)
+        self.rails[rail].sendall(head + data + trailer())
+
+    def close(self) -> None:
+        for sock in self.rails:
+            sock.close()

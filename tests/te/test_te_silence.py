@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as silence of a peer, with a fake clock: only time in which this side looked."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from te_compiled import function
+
+pytestmark = pytest.mark.pure
+
+_U64 = ctypes.c_uint64
+_lasts = function("te.core.worker", "silence_lasts", _U64, ctypes.c_void_p, _U64, _U64, _U64)
+MOST = 20
+
+
+class Silence:
+    """The struct of worker.pxd, and who checks it."""
+
+    def __init__(self) -> None:
+        self._kept = (_U64 * 3)()
+
+    def check(self, now: int, moved: int) -> int:
+        return int(_lasts(ctypes.byref(self._kept), moved, now, MOST))
+
+
+def test_it_lasts_from_the_check_that_saw_it_first() -> None:
+    one = Silence()
+    assert [one.check(now, 95) for now in (100, 110, 120)] == [0, 10, 20]
+
+
+def test_movement_and_nothing_to_wait_for_end_it() -> None:
+    one = Silence()
+    assert [one.check(100, 95), one.check(110, 95), one.check(120, 115)] == [0, 10, 0]
+    assert [one.check(130, 115), one.check(140, 0), one.check(150, 0)] == [10, 0, 0]
+    assert [one.check(160, 115), one.check(170, 115)] == [0, 10]
+
+
+def test_time_without_a_check_does_not_count() -> None:
+    one = Silence()
+    assert [one.check(100, 95), one.check(10_000, 95), one.check(10_010, 95)] == [
+        0,
+        MOST,
+        MOST + 10,
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), min_size=1))
+def test_it_never_lasts_longer_than_the_time_that_was_looked_at(steps: Any) -> None:
+    """The model: each gap between two checks without movement, as far as it counts."""
+    one, now, moved, expected = Silence(), 1, 1, 0
+    one.check(now, moved)
+    for gap, moves in steps:
+        now += gap
+        moved += moves
+        expected = 0 if moves else expected + min(gap, MOST)
+        assert one.check(now, moved) == expected
