@@ -296,8 +296,6 @@ def test_one_that_stops_asking_closes_its_connection() -> None:
 
 
 def test_a_server_that_does_not_accept_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream_module, "CONNECT_S", 0.05)
-
     async def job() -> None:
         upstream = Upstream()
         with socket.socket() as full:
@@ -310,6 +308,7 @@ def test_a_server_that_does_not_accept_is_not_waited_for(monkeypatch: pytest.Mon
             for one in waiting:
                 one.setblocking(False)
                 one.connect_ex(("127.0.0.1", port))
+            monkeypatch.setattr(upstream_module, "CONNECT_S", 0.05)
             with pytest.raises(Unreachable, match=r"no connection within 0\.05 s"):
                 await upstream.post(f"http://127.0.0.1:{port}", "/", {}, b"")
             for one in waiting:
