@@ -9,6 +9,7 @@
 | `GET /health_generate`, `/flush_cache`, `/server_info`, … | of the servers (`asking.py`) |
 | `GET /metrics` | Prometheus' text (`metrics.py`) |
 | `POST /query`, `/query_by_hash` | which caches have a prompt (`querying.py`) |
+| `POST /register`, `/unregister` | caches that are asked about beside those of servers |
 | `GET /v1/router` | the servers as the router knows them, as JSON |
 | `GET /` | the same for people, as text |
 """
@@ -45,6 +46,7 @@ from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.probing import Prober
 from sglang_mooncake.router.querying import Querying
+from sglang_mooncake.router.registered import Registered
 from sglang_mooncake.router.registry_source import RegistrySource
 from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
@@ -90,11 +92,14 @@ async def make_app(
     counts = Counts()
     forwarder = Forwarder(options.request_timeout_s, options.max_body_bytes, clock)
     routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
+    registered = Registered()
     prober = Prober(session, servers, options, clock)
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
-        source = EventSource(session, routing.followed, routing.ranks_of, headers, clock)
+        source = EventSource(
+            session, routing.followed, routing.ranks_of, registered, headers, clock
+        )
         watching.append(asyncio.create_task(kept_up("following KV events", source.run)))
     if options.decode_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
@@ -121,7 +126,7 @@ async def make_app(
     app.on_cleanup.append(close)
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
-    app.add_routes(Querying(routing.views, clock).routes())
+    app.add_routes(Querying(routing.views, registered, clock).routes())
     known = Known(servers, routing.views, routing.decode, routing.gate, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from sglang_mooncake.router.kv_events import EventStream
-from sglang_mooncake.router.servers import Server
 
 __all__ = ["CacheView", "Named"]
 
@@ -22,9 +21,9 @@ class Named(Protocol):
 class CacheView:
     """The cache of one server, or of one of its DP ranks."""
 
-    def __init__(self, server: Server, rank: int = 0, ranks: int = 1) -> None:
-        """``rank``: which of the server's ``ranks`` it is."""
-        self.server: Final = server
+    def __init__(self, owner: object, rank: int = 0, ranks: int = 1) -> None:
+        """``owner``: as the log names it; ``rank``: which of its ``ranks`` it is."""
+        self._owner = owner
         self.rank: Final = rank
         self.ranks: Final = ranks
         #: Tokens of a page of its; 0 while it has not told.
@@ -33,7 +32,7 @@ class CacheView:
         self._event_page = 0
 
     def __repr__(self) -> str:
-        return str(self.server) if self.ranks == 1 else f"DP rank {self.rank} of {self.server}"
+        return str(self._owner) if self.ranks == 1 else f"DP rank {self.rank} of {self._owner}"
 
     def follow(self, events: EventStream | None, page_size: int) -> None:
         """The server tells of its pages by itself, each of so many tokens; None: no more."""

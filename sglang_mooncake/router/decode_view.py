@@ -94,6 +94,7 @@ class DecodeView(CacheView):
     def __init__(self, server: Server, kin: Kin | None = None) -> None:
         """``kin``: of all servers."""
         super().__init__(server)
+        self.server: Final = server
         #: By the requests that it has.
         self.pace = WorkFit(kin)
         self._load: Load | None = None

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
+from sglang_mooncake.router.registered import Cache, Registered
 from sglang_mooncake.router.servers import Role, Server
 
 __all__ = ["EventSource"]
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: A server that did not tell where it publishes is asked again after so long.
 ASK_AGAIN_S: Final = 10.0
+#: A publisher that does not answer three of these, which libzmq sends, is gone.
+HEARTBEAT_MS: Final = 1000
 #: How often it is looked whether a stream has gone silent.
 TICK_S: Final = 0.5
 #: A server repeats its batches with its publisher's next turn, within 0.1 s.
@@ -45,6 +48,15 @@ RANKS_MAX: Final = 1024
 _BY_ROOM: Final = "follow_bootstrap_room"
 
 
+class _Publisher(NamedTuple):
+    """Where events are published, and repeated, if they are."""
+
+    endpoint: str
+    replay: str | None
+    topic: str
+    block_size: int
+
+
 class _Described(msgspec.Struct):
     """What ``GET /server_info`` tells of the publisher: rank r uses the ports that are r above."""
 
@@ -53,6 +65,16 @@ class _Described(msgspec.Struct):
     dp_size: int = 1
     topic: str = ""
     replay_endpoint_port_base: int | None = None
+
+    def of(self, host: str, rank: int) -> _Publisher:
+        """That of one DP rank."""
+        again = self.replay_endpoint_port_base
+        return _Publisher(
+            f"tcp://{host}:{self.endpoint_port_base + rank}",
+            None if again is None else f"tcp://{host}:{again + rank}",
+            self.topic,
+            self.block_size,
+        )
 
 
 class _Info(msgspec.Struct):
@@ -91,22 +113,36 @@ class EventSource:
         session: aiohttp.ClientSession,
         servers: Callable[[], Iterable[Server]],
         ranks_of: Callable[[Server, int], Sequence[CacheView]],
+        registered: Registered,
         headers: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``servers``: those whose caches matter. ``ranks_of`` is told how many DP ranks one has
-        that may be chosen, and gives what is known of each; ``headers``: of questions to them."""
+        that may be chosen, and gives what is known of each. ``registered``: caches of others;
+        ``headers``: of questions to servers."""
         self._session, self._servers, self._ranks_of = session, servers, ranks_of
+        self._registered = registered
         self._headers, self._clock = headers, clock
         self._context: zmq.asyncio.Context
 
     async def run(self) -> None:
         """Never returns."""
         self._context = zmq.asyncio.Context()
+        known, registered = self._servers, self._registered.all
         try:
-            await one_for_each("following KV events of", self._servers, self._follow)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(one_for_each("following KV events of", known, self._follow))
+                group.create_task(one_for_each("following", registered, self._follow_registered))
         finally:
             self._context.destroy(linger=0)
+
+    async def _follow_registered(self, cache: Cache) -> None:
+        one = cache.registration
+        await self._subscribed(
+            cache.view,
+            _Publisher(one.endpoint, one.replay_endpoint, "", one.block_size),
+            lambda: True,
+        )
 
     async def _follow(self, server: Server) -> None:
         said = False
@@ -119,7 +155,7 @@ class EventSource:
                     view.page_size = max(0, info.page_size or 0)
                 described = info.events_of(server.role)
                 if views and described is not None and len(views) == info.ranks:
-                    await self._follow_all(views, described, ills)
+                    await self._follow_all(server, views, described, ills)
                     continue
                 matters = described is not None or server.role == "prefill"
                 if views and matters and len(views) != info.ranks and not said:
@@ -139,37 +175,48 @@ class EventSource:
         return decoded(await ask(self._session, server, SERVER_INFO, self._headers), _Info)
 
     async def _follow_all(
-        self, views: Sequence[CacheView], described: _Described, ills: int
+        self, server: Server, views: Sequence[CacheView], described: _Described, ills: int
     ) -> None:
         """Follows the ranks of one process of the server: it may be another one after it has been
         ill."""
+
+        def is_same() -> bool:
+            return server.counts.ills == ills
+
         async with asyncio.TaskGroup() as group:
             for view in views:
-                group.create_task(self._subscribed(view, described, ills))
+                publisher = described.of(host_of(server.url), view.rank)
+                group.create_task(self._subscribed(view, publisher, is_same))
 
-    async def _subscribed(self, view: CacheView, described: _Described, ills: int) -> None:
-        while view.server.counts.ills == ills:
+    async def _subscribed(
+        self, view: CacheView, publisher: _Publisher, is_same: Callable[[], bool]
+    ) -> None:
+        while is_same():
             try:
-                await self._followed(view, described, ills)
+                await self._followed(view, publisher, is_same)
             except zmq.ZMQError as error:
                 logger.warning("the KV events of %s cannot be followed: %s", view, error)
                 await asyncio.sleep(ASK_AGAIN_S)
 
-    async def _followed(self, view: CacheView, described: _Described, ills: int) -> None:
-        stream, host = EventStream(), host_of(view.server.url)
+    async def _followed(
+        self, view: CacheView, publisher: _Publisher, is_same: Callable[[], bool]
+    ) -> None:
+        stream = EventStream()
         socket = self._socket(zmq.SUB)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        lost = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            socket.subscribe(described.topic)
-            socket.connect(f"tcp://{host}:{described.endpoint_port_base + view.rank}")
-            replay = None
-            if described.replay_endpoint_port_base is not None:
-                replay = f"tcp://{host}:{described.replay_endpoint_port_base + view.rank}"
-            view.follow(stream, described.block_size)
+            socket.subscribe(publisher.topic)
+            socket.connect(publisher.endpoint)
+            view.follow(stream, publisher.block_size)
             logger.info("%s tells which pages its cache has", view)
-            await self._catch_up(stream, replay)  # What was published before.
-            await self._receive(view, stream, socket, replay, ills)
+            await self._catch_up(stream, publisher.replay)  # What was published before.
+            await self._receive(view, stream, socket, lost, publisher.replay, is_same)
         finally:
             view.follow(None, 0)
+            socket.disable_monitor()
+            lost.close(linger=0)
             socket.close(linger=0)
 
     async def _receive(
@@ -177,11 +224,16 @@ class EventSource:
         view: CacheView,
         stream: EventStream,
         socket: zmq.asyncio.Socket,
+        lost: zmq.asyncio.Socket,
         replay: str | None,
-        ills: int,
+        is_same: Callable[[], bool],
     ) -> None:
+        """Until the connection is lost, or ``is_same`` no more."""
         state: State = "waiting"
-        while view.server.counts.ills == ills:
+        while is_same():
+            if await lost.poll(0):
+                logger.warning("the connection to the KV events of %s is lost", view)
+                return
             if await socket.poll(TICK_S * 1e3):
                 batch = _batch(await socket.recv_multipart())
                 if batch is not None:

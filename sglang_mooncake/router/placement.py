@@ -226,6 +226,7 @@ class PrefillView(CacheView):
         """``pool``: a store that the server loads from; ``kin``: of all servers. ``rank``: which of
         the server's ``ranks`` it is."""
         super().__init__(server, rank, ranks)
+        self.server: Final = server
         self.counts = ViewCounts()
         self.fit, self.load_fit = WorkFit(kin), LoadFit()
         self._pool = pool

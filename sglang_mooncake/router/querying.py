@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router knows of caches, for other routers: `POST /query` and `POST /query_by_hash` in
-the form of Mooncake's RFC 1403, which other indexers of KV caches answer as well.
+"""What the router knows of caches, for other routers: `POST /query`, `/query_by_hash`, `/register`
+and `/unregister` in the form of Mooncake's RFC 1403, which other indexers of KV caches answer as
+well.
 
-The answer has the servers whose KV events are followed. What a router itself has sent where, it
-knows best.
+The answer has the caches whose KV events are followed: the router's servers, and what is registered
+beside them. What a router itself has sent where, it knows best.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from typing import Any, Final, TypeVar
 import msgspec
 from aiohttp import web
 
+from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.pages import seed_of, token_names
 from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.registered import TENANT, Registered, Registration, Unregistration
 from sglang_mooncake.router.routing import whole
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import RequestError
 
 __all__ = ["HashQuery", "Querying", "TokenQuery", "matches"]
 
-#: The only tenant: the router does not tell any apart.
-TENANT: Final = "default"
 #: Media that are there in every answer, and how SGLang's events call one of them.
 _MEDIA: Final = ("GPU", "CPU", "DISK")
 _RENAMED: Final = {"CPU_PINNED": "CPU"}
 
-_Query = TypeVar("_Query", bound="_Asked")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class _Asked(msgspec.Struct, kw_only=True):
@@ -54,27 +55,26 @@ class HashQuery(_Asked):
 
 
 def matches(
-    there: Mapping[Server, Sequence[PrefillView]], query: TokenQuery | HashQuery, now_s: float
+    there: Mapping[str, Mapping[int, CacheView]], query: TokenQuery | HashQuery, now_s: float
 ) -> dict[str, dict[str, Any]]:
-    """By tenant and by the server's URL, how many tokens of the prompt's beginning its cache has,
-    on any medium and on each."""
-    found = {}
-    for server, views in there.items():
-        told = _told(server, views, query, now_s)
-        if told is not None:
-            found[server.url] = told
-    return {TENANT: found if query.tenant_id == TENANT else {}}
+    """By instance, how many tokens of the prompt's beginning its cache has, on any medium and on
+    each. ``there``: instances, and caches of their DP ranks."""
+    wanted = query.instance_id
+    told = {
+        instance: _told(ranks, query, now_s)
+        for instance, ranks in there.items()
+        if wanted in (None, instance)
+    }
+    return {instance: one for instance, one in told.items() if one is not None}
 
 
 def _told(
-    server: Server, views: Sequence[PrefillView], query: TokenQuery | HashQuery, now_s: float
+    views: Mapping[int, CacheView], query: TokenQuery | HashQuery, now_s: float
 ) -> dict[str, Any] | None:
-    """Of one server: the most that one of its DP ranks has. None where it is left out."""
-    if query.instance_id not in (None, server.url):
-        return None
+    """Of one instance: the most that one of its DP ranks has. None where it is left out."""
     ranks: dict[str, int] = {}
     on = dict.fromkeys(_MEDIA, 0)
-    for view in views:
+    for rank, view in views.items():
         stream, page = view.events, view.event_page
         if stream is None or stream.state(now_s) != "live":
             continue
@@ -82,7 +82,7 @@ def _told(
             continue
         # What an adapter has computed is named by secrets of the server's.
         names = () if query.lora_name else _names(query, page)
-        ranks[str(view.rank)] = stream.first_of(names) * page
+        ranks[str(rank)] = stream.first_of(names) * page
         for medium, count in sorted(stream.by_medium(names).items()):
             medium = _RENAMED.get(medium, medium)
             on[medium] = max(on.get(medium, 0), count * page)
@@ -99,14 +99,19 @@ class Querying:
     """The routes."""
 
     def __init__(
-        self, views: Mapping[Server, Sequence[PrefillView]], clock: Callable[[], float]
+        self,
+        views: Mapping[Server, Sequence[PrefillView]],
+        registered: Registered,
+        clock: Callable[[], float],
     ) -> None:
-        self._views, self._clock = views, clock
+        self._views, self._registered, self._clock = views, registered, clock
 
     def routes(self) -> list[web.RouteDef]:
         return [
             web.post("/query", self.by_tokens),
             web.post("/query_by_hash", self.by_names),
+            web.post("/register", self.register),
+            web.post("/unregister", self.unregister),
         ]
 
     async def by_tokens(self, request: web.Request) -> web.Response:
@@ -115,11 +120,29 @@ class Querying:
     async def by_names(self, request: web.Request) -> web.Response:
         return self._answer(await _decoded(request, HashQuery))
 
+    async def register(self, request: web.Request) -> web.Response:
+        one = await _decoded(request, Registration)
+        self._registered.add(one)
+        told = {"status": "registered successfully", "instance_id": one.instance_id}
+        return web.json_response(told)
+
+    async def unregister(self, request: web.Request) -> web.Response:
+        gone = self._registered.remove(await _decoded(request, Unregistration))
+        told = {"status": "unregistered successfully", "removed_instances": gone}
+        return web.json_response(told)
+
     def _answer(self, query: TokenQuery | HashQuery) -> web.Response:
-        return web.json_response(matches(self._views, query, self._clock()))
+        there: dict[str, Mapping[int, CacheView]] = {}
+        if query.tenant_id == TENANT:
+            there = {
+                server.url: {view.rank: view for view in views}
+                for server, views in self._views.items()
+            }
+        there |= self._registered.asked(query.tenant_id, query.model)
+        return web.json_response({query.tenant_id: matches(there, query, self._clock())})
 
 
-async def _decoded(request: web.Request, kind: type[_Query]) -> _Query:
+async def _decoded(request: web.Request, kind: type[_Body]) -> _Body:
     raw = await whole(request)
     try:
         return msgspec.json.decode(raw, type=kind)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from router_world import World, answers, run, until
 
 from sglang_mooncake.router import event_source, kv_events
+from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
 from sglang_mooncake.router.pages import seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
@@ -228,14 +229,11 @@ def test_events_say_nothing_of_prompts_that_they_do_not_name() -> None:
 # --- for other routers ---
 
 
-def telling(
-    page: int, *events: Event, url: str = "http://a:1"
-) -> dict[Server, Sequence[PrefillView]]:
-    server = Server("prefill", url)
-    view, stream = PrefillView(server), EventStream()
+def telling(page: int, *events: Event, name: str = "http://a:1") -> dict[str, dict[int, CacheView]]:
+    view, stream = CacheView(name), EventStream()
     stream.take(0, batch(*events), 0.0)
     view.follow(stream, page)
-    return {server: (view,)}
+    return {name: {0: view}}
 
 
 NAMES = token_names(range(16), PAGE)
@@ -248,8 +246,8 @@ TOLD = {
         stored(NAMES[0], medium="EXTERNAL"),
         stored(SALTED[0], medium="DISK"),
     ),
-    **telling(8, CLEARED, url="http://b:1"),
-    Server("prefill", "http://c:1"): (PrefillView(Server("prefill", "http://c:1")),),
+    **telling(8, CLEARED, name="http://b:1"),
+    "http://c:1": {0: CacheView("http://c:1")},
 }
 NOTHING = {"longest_matched": 0, "DP": {"0": 0}, "GPU": 0, "CPU": 0, "DISK": 0}
 AT_A = {"longest_matched": 16, "DP": {"0": 16}, "GPU": 12, "CPU": 0, "DISK": 0, "EXTERNAL": 4}
@@ -261,7 +259,6 @@ AT_A = {"longest_matched": 16, "DP": {"0": 16}, "GPU": 12, "CPU": 0, "DISK": 0, 
         ({}, {"http://a:1": AT_A, "http://b:1": NOTHING}),
         ({"block_size": 8}, {"http://b:1": NOTHING}),
         ({"instance_id": "http://a:1"}, {"http://a:1": AT_A}),
-        ({"tenant_id": "other"}, {}),
         (
             {"block_size": PAGE, "cache_salt": "s"},
             {
@@ -281,13 +278,13 @@ def test_other_routers_are_told_which_caches_have_a_prompt(
     query: dict[str, Any], found: dict[str, Any]
 ) -> None:
     asked = msgspec.convert({"model": "m", "token_ids": list(range(17)), **query}, TokenQuery)
-    assert matches(TOLD, asked, 0.0) == {"default": found}
+    assert matches(TOLD, asked, 0.0) == found
 
 
 @pytest.mark.parametrize("name", ["seq_hashes", "block_hash"])
 def test_other_routers_may_name_pages_as_events_do(name: str) -> None:
     asked = msgspec.convert({"instance_id": "http://a:1", name: NAMES}, HashQuery)
-    assert matches(TOLD, asked, 0.0) == {"default": {"http://a:1": AT_A}}
+    assert matches(TOLD, asked, 0.0) == {"http://a:1": AT_A}
 
 
 # --- over sockets ---
@@ -449,6 +446,44 @@ def test_a_decode_servers_cache_is_followed_where_it_has_one(
                     await server.stop()
                 await world.ask(input_ids=prompt[::-1])
                 await until(lambda: f"{world.decode[1].url} have gone silent" in caplog.text)
+        finally:
+            repeating.cancel()
+            await asyncio.gather(repeating, return_exceptions=True)
+            context.destroy(linger=0)
+
+    run(job())
+
+
+def test_a_registered_cache_is_answered_for_while_its_publisher_is_there() -> None:
+    prompt = list(range(40))
+    at_a = {"longest_matched": 40, "DP": {"3": 40}, "GPU": 40, "CPU": 0, "DISK": 0}
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        repeating = asyncio.create_task(publisher.repeat())
+        await publisher.publish(stored(*token_names(prompt, PAGE)))
+        where = {
+            "endpoint": f"tcp://127.0.0.1:{publisher.port}",
+            "replay_endpoint": f"tcp://127.0.0.1:{publisher.replay_port}",
+        }
+        of = {"instance_id": "a", "tenant_id": "t", "dp_rank": 3}
+        asked = {"model": "m", "token_ids": prompt, "tenant_id": "t"}
+        try:
+            async with World(prefill_policy="cache_aware") as world:
+                told = {**of, **where, "type": "SGLang", "modelname": "m", "block_size": PAGE}
+                _, said = await world.ask("/register", **told)
+                assert said == {"status": "registered successfully", "instance_id": "a"}
+                while (await world.ask("/query", **asked))[1] != {"t": {"a": at_a}}:
+                    await asyncio.sleep(0.005)
+                assert (await world.ask("/query", token_ids=prompt))[1] == {"default": {}}
+                context.destroy(linger=0)
+                while (await world.ask("/query", **asked))[1] != {"t": {}}:
+                    await asyncio.sleep(0.005)
+                _, said = await world.ask("/unregister", **of)
+                assert said["removed_instances"] == ["a|t|3"]
+                status, answer = await world.ask("/register", **{**told, "type": "vLLM"})
+                assert (status, "vLLM" in str(answer)) == (400, True)
         finally:
             repeating.cancel()
             await asyncio.gather(repeating, return_exceptions=True)
