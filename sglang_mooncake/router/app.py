@@ -126,7 +126,7 @@ async def make_app(
     app.on_cleanup.append(close)
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
-    app.add_routes(Querying(routing.views, registered, clock).routes())
+    app.add_routes(Querying(routing.views, registered, pool, clock).routes())
     known = Known(servers, routing.views, routing.decode, routing.gate, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app

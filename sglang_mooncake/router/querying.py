@@ -16,18 +16,20 @@ import msgspec
 from aiohttp import web
 
 from sglang_mooncake.router.cache_view import CacheView
-from sglang_mooncake.router.pages import seed_of, token_names
-from sglang_mooncake.router.placement import PrefillView
+from sglang_mooncake.router.pages import seed_of, token_digests, token_names
+from sglang_mooncake.router.placement import Pool, PrefillView
 from sglang_mooncake.router.registered import TENANT, Registered, Registration, Unregistration
 from sglang_mooncake.router.routing import whole
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import RequestError
 
-__all__ = ["HashQuery", "Querying", "TokenQuery", "matches"]
+__all__ = ["EXTERNAL", "HashQuery", "Querying", "TokenQuery", "matches"]
 
 #: Media that are there in every answer, and how SGLang's events call one of them.
 _MEDIA: Final = ("GPU", "CPU", "DISK")
 _RENAMED: Final = {"CPU_PINNED": "CPU"}
+EXTERNAL: Final = "EXTERNAL"
+"""What SGLang's events call a store beside its servers."""
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -55,13 +57,18 @@ class HashQuery(_Asked):
 
 
 def matches(
-    there: Mapping[str, Mapping[int, CacheView]], query: TokenQuery | HashQuery, now_s: float
+    there: Mapping[str, Mapping[int, CacheView]],
+    query: TokenQuery | HashQuery,
+    now_s: float,
+    pool: Pool | None = None,
 ) -> dict[str, dict[str, Any]]:
     """By instance, how many tokens of the prompt's beginning its cache has, on any medium and on
-    each. ``there``: instances, and caches of their DP ranks."""
+    each. ``there``: instances, and caches of their DP ranks. ``pool``: what all of them can load
+    from is a medium, too, and does not count for ``longest_matched``: it tells none of them from
+    the others."""
     wanted = query.instance_id
     told = {
-        instance: _told(ranks, query, now_s)
+        instance: _told(ranks, query, now_s, pool)
         for instance, ranks in there.items()
         if wanted in (None, instance)
     }
@@ -69,7 +76,10 @@ def matches(
 
 
 def _told(
-    views: Mapping[int, CacheView], query: TokenQuery | HashQuery, now_s: float
+    views: Mapping[int, CacheView],
+    query: TokenQuery | HashQuery,
+    now_s: float,
+    pool: Pool | None,
 ) -> dict[str, Any] | None:
     """Of one instance: the most that one of its DP ranks has. None where it is left out."""
     ranks: dict[str, int] = {}
@@ -86,6 +96,10 @@ def _told(
         for medium, count in sorted(stream.by_medium(names).items()):
             medium = _RENAMED.get(medium, medium)
             on[medium] = max(on.get(medium, 0), count * page)
+        # The keys of pages there are longer than the names that events have.
+        if pool is not None and isinstance(query, TokenQuery) and not query.lora_name:
+            digests = token_digests(query.token_ids, page, seed_of(query.cache_salt))
+            on[EXTERNAL] = max(on.get(EXTERNAL, 0), pool.first_of(digests) * page)
     return {"longest_matched": max(ranks.values()), "DP": ranks, **on} if ranks else None
 
 
@@ -102,9 +116,11 @@ class Querying:
         self,
         views: Mapping[Server, Sequence[PrefillView]],
         registered: Registered,
+        pool: Pool | None,
         clock: Callable[[], float],
     ) -> None:
-        self._views, self._registered, self._clock = views, registered, clock
+        """``pool``: the store that the servers of ``views`` load from."""
+        self._views, self._registered, self._pool, self._clock = views, registered, pool, clock
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -132,14 +148,16 @@ class Querying:
         return web.json_response(told)
 
     def _answer(self, query: TokenQuery | HashQuery) -> web.Response:
-        there: dict[str, Mapping[int, CacheView]] = {}
+        now_s = self._clock()
+        own: dict[str, Mapping[int, CacheView]] = {}
         if query.tenant_id == TENANT:
-            there = {
+            own = {
                 server.url: {view.rank: view for view in views}
                 for server, views in self._views.items()
             }
-        there |= self._registered.asked(query.tenant_id, query.model)
-        return web.json_response({query.tenant_id: matches(there, query, self._clock())})
+        registered = self._registered.asked(query.tenant_id, query.model)
+        found = matches(registered, query, now_s) | matches(own, query, now_s, self._pool)
+        return web.json_response({query.tenant_id: found})
 
 
 async def _decoded(request: web.Request, kind: type[_Body]) -> _Body:

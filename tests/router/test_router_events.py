@@ -19,7 +19,7 @@ from router_world import World, answers, run, until
 from sglang_mooncake.router import event_source, kv_events
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
-from sglang_mooncake.router.pages import seed_of, token_names
+from sglang_mooncake.router.pages import names_of, seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
 from sglang_mooncake.router.querying import HashQuery, TokenQuery, matches
 from sglang_mooncake.router.servers import Server
@@ -279,6 +279,24 @@ def test_other_routers_are_told_which_caches_have_a_prompt(
 ) -> None:
     asked = msgspec.convert({"model": "m", "token_ids": list(range(17)), **query}, TokenQuery)
     assert matches(TOLD, asked, 0.0) == found
+
+
+def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
+    class Pool:
+        def first_of(self, digests: Sequence[bytes]) -> int:
+            return 3 if names_of(digests) == NAMES else 0
+
+        def told(self, expected: float, found: float) -> None:
+            raise AssertionError
+
+    def external(**more: Any) -> list[int]:
+        asked = msgspec.convert({"token_ids": list(range(17)), **more}, TokenQuery)
+        return [one.get("EXTERNAL", -1) for one in matches(TOLD, asked, 0.0, Pool()).values()]
+
+    assert external() == [12, 0], "pages of another size are others"
+    assert external(lora_name="x") == [0, -1]
+    asked = msgspec.convert({"token_ids": list(range(17))}, TokenQuery)
+    assert matches(TOLD, asked, 0.0, Pool())["http://b:1"]["longest_matched"] == 0
 
 
 @pytest.mark.parametrize("name", ["seq_hashes", "block_hash"])
