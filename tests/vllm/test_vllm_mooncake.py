@@ -20,6 +20,7 @@ from cpu_serving.vllm_servers import (
     VllmServer,
     ask,
     ask_mooncake_pair,
+    imported_tokens,
     mooncake_flags,
     mooncake_store_flags,
     reset,
@@ -75,11 +76,6 @@ def good(answers: list[Answer]) -> list[Answer]:
     return answers
 
 
-def came(server: VllmServer) -> float:
-    """Prompt tokens that it had from elsewhere."""
-    return server.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
-
-
 def test_a_pair_answers_as_one_server(place: Place) -> None:
     port = place.fleet.port()
     prefill, decode = (
@@ -93,7 +89,7 @@ def test_a_pair_answers_as_one_server(place: Place) -> None:
 
     answers = good([asked(one) for one in REQUESTS])
     assert not compare(place.expected, answers)
-    assert came(decode) >= PAGES * BLOCK
+    assert imported_tokens(decode) >= PAGES * BLOCK
     for name in ("prefill", "decode"):
         assert REPLACED in place.log(name)
     prefill.stop()
@@ -123,9 +119,9 @@ def test_a_server_finds_in_the_store_what_another_has_computed(place: Place) -> 
     )
     wait_ready([first, second])
     assert not compare(place.expected, good(ask(first, REQUESTS)))
-    assert not came(first)
+    assert not imported_tokens(first)
     assert not compare(place.expected, good(ask(second, REQUESTS)))
-    assert came(second), "what was put last may not have been there yet"
+    assert imported_tokens(second), "what was put last may not have been there yet"
     for name in ("first", "second"):
         assert REPLACED in place.log(name)
     deadline_s = time.monotonic() + WAIT_S
@@ -133,8 +129,8 @@ def test_a_server_finds_in_the_store_what_another_has_computed(place: Place) -> 
     while all_of_them < (PAGES - len(REQUESTS)) * BLOCK:  # A prompt's last token is computed.
         assert time.monotonic() < deadline_s
         reset(second)
-        before = came(second)
+        before = imported_tokens(second)
         assert not compare(place.expected, good(ask(second, REQUESTS)))
-        all_of_them = came(second) - before
+        all_of_them = imported_tokens(second) - before
     first.stop()
     second.stop()

@@ -70,6 +70,12 @@ def parse_vllm(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--only", choices=("store", "pair"), help="show the store, or prefill and decode, alone")
     add(
+        "--connector",
+        choices=("pd", "nixl", "nixl-push"),
+        default="pd",
+        help="between prefill and decode: this package's, or one of vLLM's of NIXL, over te (pd)",
+    )
+    add(
         "--release-at",
         type=Path,
         metavar="FOLDER",

@@ -9,9 +9,10 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from cpu_serving.model import make_model
 from cpu_serving.processes import ServingError
@@ -26,16 +27,21 @@ from cpu_serving.vllm_servers import (
     VllmServer,
     ask,
     handed_over,
+    imported_tokens,
+    nixl_flags,
     pair_flags,
     reset,
+    side_channel,
     start_vllm,
     store_flags,
 )
+from sglang_mooncake.sglang.running import environment_for
 
 __all__ = ["main"]
 
 EXIT_DIFFERENT = 1
 EXIT_BROKEN = 3
+_NIXLS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Way:
     #: Prompt tokens that were not computed.
     cached_tokens: int
     #: What was not computed, in `unit`: pages that the store has given, each with its checksum
-    #: compared, or bytes that the prefill server has sent.
+    #: compared, bytes that the prefill server has sent, or tokens of the prompts that came.
     moved: int
     unit: str = f"pages of {BLOCK}"
     #: Whether KV caches come from elsewhere at all.
@@ -86,7 +92,11 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
             ways += _on_the_store(starter, options.store_tp, expected, requests)
         if options.only != "store":
             sizes = options.prefill_tp, options.decode_tp
-            ways.append(_handed_over(starter, sizes, expected, requests))
+            connector = _NIXLS.get(options.connector)
+            if connector is None:
+                ways.append(_handed_over(starter, sizes, expected, requests))
+            else:
+                ways.append(_handed_over_by(connector, starter, sizes, expected, requests))
     return ways
 
 
@@ -99,8 +109,17 @@ class _Starter:
     place: Path
     release: Path | None
 
-    def start(self, name: str, flags: Sequence[str] = (), core: int = 0, tp: int = 1) -> VllmServer:
-        return start_vllm(self.fleet, name, self.model, self.place, flags, core, tp, self.release)
+    def start(
+        self,
+        name: str,
+        flags: Sequence[str] = (),
+        core: int = 0,
+        tp: int = 1,
+        more_env: Mapping[str, str] = MappingProxyType({}),
+    ) -> VllmServer:
+        return start_vllm(
+            self.fleet, name, self.model, self.place, flags, core, tp, self.release, more_env
+        )
 
 
 def _on_the_store(
@@ -137,11 +156,38 @@ def _handed_over(
     _wait("a prefill and a decode server", [prefill, decode])
     with Proxy(prefill.url, decode.url) as proxy, Step("requests to the proxy of both"):
         answers = ask(proxy, requests)
-    came = decode.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
+    came = imported_tokens(decode)
     nbytes = handed_over(starter.place / "stats", len(requests) * sizes[0])
     different = len(compare(expected, answers))
     name = f"prefill server, TP {sizes[0]} to {sizes[1]}"
     return Way(name, different, round(came), nbytes, "bytes")
+
+
+def _handed_over_by(
+    connector: str,
+    starter: _Starter,
+    sizes: tuple[int, int],
+    expected: Sequence[Answer],
+    requests: Sequence[Request],
+) -> Way:
+    """The same by one of vLLM's own connectors of NIXL, whose agents are this package's."""
+    prefill, decode = (
+        starter.start(
+            name,
+            nixl_flags(role, connector=connector),
+            core,
+            sizes[core],
+            # As `sglang-mooncake run` makes it.
+            {**environment_for({}), **side_channel(starter.fleet.port())},
+        )
+        for core, (name, role) in enumerate([("prefill", "kv_producer"), ("decode", "kv_consumer")])
+    )
+    _wait(f"a prefill and a decode server with {connector}", [prefill, decode])
+    with Proxy(prefill.url, decode.url) as proxy, Step("requests to the proxy of both"):
+        answers = ask(proxy, requests)
+    came = round(imported_tokens(decode))
+    name = f"{connector}, TP {sizes[0]} to {sizes[1]}"
+    return Way(name, len(compare(expected, answers)), came, came, "tokens")
 
 
 def _wait(what: str, servers: Sequence[VllmServer]) -> None:

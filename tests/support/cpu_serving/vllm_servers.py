@@ -33,11 +33,13 @@ __all__ = [
     "body_of",
     "counters",
     "handed_over",
+    "imported_tokens",
     "mooncake_flags",
     "mooncake_store_flags",
     "nixl_flags",
     "pair_flags",
     "reset",
+    "side_channel",
     "start_vllm",
     "store_flags",
 ]
@@ -111,15 +113,21 @@ def pair_flags(role: str, policy: str = "recompute", **more: Any) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
-def nixl_flags(role: str, policy: str = "recompute") -> list[str]:
-    """Of a prefill or decode server with vLLM's own connector of NIXL."""
+def nixl_flags(role: str, policy: str = "recompute", connector: str = "NixlConnector") -> list[str]:
+    """Of a prefill or decode server with one of vLLM's own connectors of NIXL: that one has the
+    decode server read, NixlPushConnector the prefill server write."""
     config = {
-        "kv_connector": "NixlConnector",
+        "kv_connector": connector,
         "kv_role": role,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": policy,
     }
     return ["--kv-transfer-config", json.dumps(config)]
+
+
+def side_channel(port: int) -> dict[str, str]:
+    """Variables of a server with a connector of NIXL: where it gives out its metadata."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 def mooncake_flags(role: str, policy: str = "recompute") -> list[str]:
@@ -141,6 +149,11 @@ def mooncake_store_flags() -> list[str]:
         "kv_load_failure_policy": "recompute",
     }
     return ["--kv-transfer-config", json.dumps(config)]
+
+
+def imported_tokens(server: VllmServer) -> float:
+    """Prompt tokens whose KV cache came from elsewhere, by a connector."""
+    return server.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
 
 
 def counters(stats_dir: Path, role: str) -> Mapping[str, int]:
@@ -174,6 +187,7 @@ def start_vllm(
     tp: int = 1,
     release: Path | None = None,
     more_env: Mapping[str, str] = MappingProxyType({}),
+    port: int | None = None,
 ) -> VllmServer:
     """Starts one.
 
@@ -181,13 +195,14 @@ def start_vllm(
     core: the first of this process's that it has; each TP rank has one.
     release: the folder of another release of vLLM.
     more_env: variables besides; what they say of PYTHONPATH comes first there.
+    port: without one a free one.
 
     Raises:
         ServingError: vLLM's environment is not there.
     """
     if not PYTHON.exists():
         raise ServingError(f"there is no {PYTHON}: run scripts/setup vllm")
-    port = fleet.port()
+    port = port or fleet.port()
     argv = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", HOST]
     argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
     argv += ["--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(BLOCK)]
@@ -231,8 +246,10 @@ def ask(server: VllmServer | Proxy, requests: Sequence[Request]) -> list[Answer]
 
 
 def body_of(request: Request) -> dict[str, Any]:
-    """Of the request's completion, with the tokens in the answer."""
+    """Of the request's completion, with the tokens in the answer. A prefill and a decode server
+    that get the same one find together by its number, where the prefill server writes."""
     return {
+        "request_id": uuid.uuid4().hex,
         "prompt": list(request.input_ids),
         "max_tokens": request.new_tokens,
         "temperature": 0,
