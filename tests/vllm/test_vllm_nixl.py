@@ -1,164 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own connector of NIXL, unmodified, over te: a prefill and a decode server on the CPU."""
+"""vLLM's own connector of NIXL, unmodified, over te: a prefill and a decode server on the CPU, and
+the faults that scripts/nixl-beside shows beside NVIDIA's NIXL."""
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cpu_serving.model import make_model
-from cpu_serving.ports import HOST
-from cpu_serving.servers import Fleet, wait_ready
-from cpu_serving.severed import sever
-from cpu_serving.traffic import Answer, Request, compare, make_requests
-from cpu_serving.vllm_proxy import Proxy, ask_decode, ask_prefill
-from cpu_serving.vllm_servers import (
-    VllmServer,
-    ask,
-    body_of,
-    nixl_flags,
-    reset,
-    start_vllm,
-)
-
-from sglang_mooncake.sglang.running import environment_for
+from cpu_serving.servers import Fleet
+from cpu_serving.vllm_servers import ask, imported_tokens
+from nixl_beside import pairs
+from nixl_beside.options import parse
+from nixl_beside.rows import Answers, Served
+from nixl_beside.servers import Known, Pair, known, start_alone
 
 # Starting a server takes 20 CPU-seconds.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-STALL_S = 3.0
 #: In which a request is answered whose prompt does not come: until te gives up, to connect again,
 #: and to compute the prompt; by a machine that others use, too.
 ANSWERED_S = 60.0
-REQUESTS = make_requests(4, 600, seed=31)
-ONE = max(make_requests(2, 300, seed=41), key=lambda one: len(one.input_ids))
+FREE_S = 20.0
+OPTIONS = parse(["--requests", "4", "--patience", str(ANSWERED_S)])
 
 
 @dataclass
 class Servers:
-    prefill: VllmServer
-    decode: VllmServer
+    pair: Pair
+    asked: Known
     logs: Path
-    expected: Mapping[tuple[int, ...], Answer]
 
-    def right(self, requests: Sequence[Request], answers: Sequence[Answer]) -> bool:
-        return not compare([self.expected[one.input_ids] for one in requests], answers)
-
-    def came(self) -> float:
-        """Prompt tokens that the decode server has had from the prefill server."""
-        return self.decode.metric(
-            "vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"'
-        )
-
-
-def environment(fleet: Fleet) -> dict[str, str]:
-    """As `sglang-mooncake run` makes it; over TCP, whose connections can be severed."""
-    return {
-        **environment_for({}),
-        "SGLANG_MOONCAKE_TRANSPORTS": "tcp",
-        "SGLANG_MOONCAKE_STALL_TIMEOUT_S": f"{STALL_S:g}",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(fleet.port()),
-    }
+    def answers(self) -> Answers:
+        with self.pair.proxy() as proxy:
+            got = ask(proxy, self.asked.requests)
+        return self.asked.counted(list(enumerate(got)))
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    model, logs = make_model("llama"), tmp_path_factory.mktemp("vllm")
+    logs = tmp_path_factory.mktemp("vllm")
     with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(logs) as fleet:
-        place = Path(path)
-        alone = start_vllm(fleet, "alone", model, place)
-        prefill, decode = (
-            start_vllm(
-                fleet, name, model, place, nixl_flags(role), core, more_env=environment(fleet)
-            )
-            for core, (name, role) in enumerate(
-                [("prefill", "kv_producer"), ("decode", "kv_consumer")]
-            )
-        )
-        wait_ready([alone, prefill, decode])
-        requests = [*REQUESTS, ONE]
-        expected = dict(
-            zip([one.input_ids for one in requests], answered(alone, requests), strict=True)
-        )
-        alone.stop()
-        yield Servers(prefill, decode, logs, expected)
+        alone = start_alone(fleet, Path(path))
+        pair = Pair(fleet, Path(path), "te", "NixlConnector")
+        yield Servers(pair, known(alone, *pairs.KNOWN), logs)
 
 
-@pytest.fixture(autouse=True)
-def _empty(servers: Servers) -> None:
-    reset(servers.prefill)
-    reset(servers.decode)
-
-
-def answered(server: VllmServer | Proxy, requests: Sequence[Request]) -> list[Answer]:
-    answers = ask(server, requests)
-    errors = [one.error for one in answers if one.error]
-    assert not errors, errors[0]
-    return answers
+def check_right(found: Answers) -> None:
+    assert (found.wrong, found.failed) == (0, 0)
+    assert found.right == found.asked > 0
 
 
 def test_a_pair_answers_as_one_server(servers: Servers) -> None:
-    before = servers.came()
-    with Proxy(servers.prefill.url, servers.decode.url) as proxy:
-        answers = answered(proxy, REQUESTS)
-    assert servers.right(REQUESTS, answers)
-    assert servers.came() > before
-    for name in ("prefill", "decode"):
-        log = (servers.logs / f"{name}.log").read_text()
-        assert "mooncake.engine and nixl are te, and mooncake.store is kvstore" in log
+    before = imported_tokens(servers.pair.decode)
+    check_right(servers.answers())
+    assert imported_tokens(servers.pair.decode) > before
+    for log in servers.logs.glob("te-*.log"):
+        said = "mooncake.engine and nixl are te, and mooncake.store is kvstore"
+        assert said in log.read_text(), log.name
 
 
 def test_blocks_of_the_prefill_server_are_free_once_they_were_read(servers: Servers) -> None:
     """It hears of that by a note, long before its lease of 30 s runs out."""
-    with Proxy(servers.prefill.url, servers.decode.url) as proxy:
-        began_s = time.monotonic()
-        answered(proxy, [ONE])
-    while servers.prefill.metric("vllm:kv_cache_usage_perc"):
-        answered(servers.prefill, [ONE])  # A server without requests says nothing of its blocks.
-        assert time.monotonic() < began_s + 20.0
+    began_s = time.monotonic()
+    servers.answers()
+    while servers.pair.prefill.metric("vllm:kv_cache_usage_perc"):
+        # A server without requests says nothing of its blocks.
+        ask(servers.pair.prefill, servers.asked.requests[:1])
+        assert time.monotonic() < began_s + FREE_S
         time.sleep(0.1)
 
 
 def test_severed_connections_are_made_again(servers: Servers) -> None:
     """By themselves, each time; with NVIDIA's NIXL every later read fails."""
-    with Proxy(servers.prefill.url, servers.decode.url) as proxy:
-        answered(proxy, [ONE])
-        for _ in range(3):
-            assert sever(servers.decode.process.pid, servers.prefill.process.pid)
-            for _ in range(4):
-                reset(servers.decode)
-                before = servers.came()
-                assert servers.right([ONE], answered(proxy, [ONE]))
-                assert servers.came() > before
+    found = pairs.severed(servers.pair, servers.asked, OPTIONS)
+    check_right(found)
+    assert found.came == found.asked
 
 
 def test_a_prefill_server_that_stands_still_costs_a_computation(servers: Servers) -> None:
     """Where NVIDIA's NIXL waits for as long as it does."""
-    params = ask_prefill(servers.prefill.url, body_of(ONE))
-    pid = servers.prefill.process.pid
-    group = os.getpgid(pid)
-    os.killpg(group, signal.SIGSTOP)
-    try:
-        began_s = time.monotonic()
-        answer = ask_decode(servers.decode.url, body_of(ONE), params)
-        took_s = time.monotonic() - began_s
-    finally:
-        os.killpg(group, signal.SIGCONT)
-    tokens = tuple(answer["choices"][0]["token_ids"])
-    assert servers.right([ONE], [Answer(tokens, None, 0.0)])
-    assert took_s < ANSWERED_S
-    reset(servers.decode)
-    before = servers.came()
-    deadline_s = time.monotonic() + ANSWERED_S
-    while servers.came() == before:  # And prompts come again, by themselves.
-        assert time.monotonic() < deadline_s
-        with Proxy(servers.prefill.url, servers.decode.url) as proxy:
-            assert servers.right([ONE], answered(proxy, [ONE]))
-        reset(servers.decode)
+    found: Served = pairs.prefill_stopped(servers.pair, servers.asked, OPTIONS)
+    assert found.is_right
+    assert found.after_s is not None
+    before, began_s = imported_tokens(servers.pair.decode), time.monotonic()
+    while imported_tokens(servers.pair.decode) == before:  # And prompts come again, by themselves.
+        assert time.monotonic() < began_s + ANSWERED_S
+        check_right(servers.answers())
+
+
+@pytest.mark.by_turns("nixl-restarts")
+@pytest.mark.parametrize("name", ["decode-stopped", "prefill-killed", "decode-killed"])
+def test_after_a_fault_under_traffic_prompts_come_again(servers: Servers, name: str) -> None:
+    """Clients of a server that is gone hear of that; no answer is wrong."""
+    found = pairs.row(name, servers.pair, servers.asked, OPTIONS)
+    assert isinstance(found, Answers)
+    assert found.wrong == 0
+    assert found.again_s is not None
+    if name == "decode-stopped":
+        check_right(found)
