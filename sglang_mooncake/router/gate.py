@@ -76,7 +76,6 @@ class Gate:
 
     def leave(self) -> None:
         """One that was in has ended."""
-        while (turn := self._shares.leave()) is not None:
-            if not turn.done():
-                turn.set_result(None)
-                return
+        turn = self._shares.leave(lambda turn: not turn.done())
+        if turn is not None:
+            turn.set_result(None)

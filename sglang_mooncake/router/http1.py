@@ -22,7 +22,7 @@ _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n\0]*)?")
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BAD_VALUE: Final = re.compile(rb"[\r\n\0]")
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?")
-_LENGTH: Final = re.compile(r"\d{1,18}")
+_LENGTH: Final = re.compile(r"[0-9]{1,18}")
 #: What would end a line of a head, or the head.
 _BREAKS: Final = re.compile(r"[\r\n\0]")
 _NO_BODY: Final = frozenset({204, 304})

@@ -4,12 +4,15 @@ priority, and of these the one whose tenant has had the least. Pure.
 
 What a tenant has had is a time of its own, which goes on with what each of its requests costs as
 that is let in (start-time fair queueing). One that comes back after a while has no claim to what it
-left to the others: its time is at least that of the request that was let in last.
+left to the others: its time is at least that of the request that was let in last. What a tenant had
+while nobody else wanted the server costs it nothing later: once nothing is under way, all begin at
+the same time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
 
 __all__ = ["TENANTS_MAX", "Entry", "Shares"]
@@ -44,9 +47,10 @@ class Shares(Generic[_T]):
         self._in = 0
         #: In the order in which they came.
         self._queue: list[_Waiting[_T]] = []
-        #: What each tenant has had, and had the one that was let in last.
+        #: What each tenant has had, what the one had that was let in last, and the most of all.
         self._had: dict[str, float] = {}
         self._least = 0.0
+        self._largest = 0.0
 
     def __len__(self) -> int:
         """How many wait."""
@@ -66,10 +70,14 @@ class Shares(Generic[_T]):
         self._queue.append(one)
         return Entry(False, self._too_many() if len(self._queue) > self._waiting_max else None)
 
-    def leave(self) -> _T | None:
-        """One that was let in has ended; the one that is let in for it."""
+    def leave(self, is_there: Callable[[_T], bool] = lambda _: True) -> _T | None:
+        """One that was let in has ended; the one that is let in for it. ``is_there``: whether one
+        that waits still does."""
+        self._queue = [one for one in self._queue if is_there(one.who)]
         if not self._queue:
             self._in -= 1
+            if not self._in:
+                self._least = self._largest
             return None
         one = min(self._queue, key=lambda one: (-one.priority, self._had_by(one.tenant)))
         self._queue.remove(one)
@@ -84,6 +92,7 @@ class Shares(Generic[_T]):
         begin = self._had_by(one.tenant)
         self._least = max(self._least, begin)
         self._had[one.tenant] = begin + one.cost
+        self._largest = max(self._largest, begin + one.cost)
 
     def _had_by(self, tenant: str) -> float:
         return self._had.get(tenant, self._least)

@@ -12,6 +12,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -52,16 +53,13 @@ class Upstream:
     """Connections to all servers. A server is named by its URL."""
 
     def __init__(self) -> None:
-        self._origins: dict[str, _Origin] = {}
         self._idle: dict[_Origin, deque[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, url: str, path: str, headers: Mapping[str, str], raw: bytes) -> Answer:
         """The answer, once its head has come. ``Unreachable``, ``Broken``; ``UnicodeError`` of a
         host that can be no name. The caller looks at the time."""
-        origin = self._origins.get(url)
-        if origin is None:
-            origin = self._origins[url] = _origin_of(url)
+        origin = _origin_of(url)
         head = request_head(origin.prefix + path, origin.named, headers, len(raw))
         connection = self._idle_one(origin) or await self._connected(origin)
         try:
@@ -79,11 +77,25 @@ class Upstream:
 
     def keep(self, origin: _Origin, connection: _Connection) -> None:
         """It may be used again."""
-        idle = self._idle.setdefault(origin, deque())
-        now_s = connection.let_rest()
+        connection.let_rest()
+        if origin not in self._idle:
+            self._idle[origin] = deque()
+            self._sweep_later(origin)
+        self._idle[origin].append(connection)
+
+    def _sweep_later(self, origin: _Origin) -> None:
+        asyncio.get_running_loop().call_later(KEEPALIVE_S, self._sweep, origin)
+
+    def _sweep(self, origin: _Origin) -> None:
+        """Closes what has not been used again, for as long as there is any."""
+        idle = self._idle[origin]
+        now_s = asyncio.get_running_loop().time()
         while idle and not idle[0].is_fresh(now_s):
             idle.popleft().abort()
-        idle.append(connection)
+        if idle:
+            self._sweep_later(origin)
+        else:
+            del self._idle[origin]
 
     def _idle_one(self, origin: _Origin) -> _Connection | None:
         """The one that was used last, if the server has not closed it and is not about to."""
@@ -220,12 +232,12 @@ class _Connection(asyncio.Protocol):
         for at in range(0, len(raw), PIECE_BYTES):
             self._transport.write(view[at : at + PIECE_BYTES])
             await asyncio.sleep(0)
-            while self._is_full and self._parser.head is None:
-                self._look()
+            while self._is_full and self._parser.head is None and self._why is None:
                 await self._wait()
             if self._parser.head is not None:
                 self._parser.keeps = False
                 return
+            self._look()
 
     @property
     def head(self) -> Head:
@@ -252,11 +264,10 @@ class _Connection(asyncio.Protocol):
         parser = self._parser
         return parser.is_over and parser.keeps and not (self._parts or self._is_lost)
 
-    def let_rest(self) -> float:
-        """The answer is over. The loop's time."""
+    def let_rest(self) -> None:
+        """The answer is over."""
         self._parser, self._is_resting = AnswerParser(), True
         self._rests_since_s = self._loop.time()
-        return self._rests_since_s
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether it can be used again."""
@@ -288,6 +299,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
+@lru_cache(maxsize=1024)
 def _origin_of(url: str) -> _Origin:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port

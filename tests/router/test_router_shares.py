@@ -62,6 +62,17 @@ def test_a_tenant_has_no_claim_to_what_it_left_to_others() -> None:
     assert counts["late"] in (10, 11)
 
 
+def test_what_a_tenant_had_while_nobody_else_came_costs_it_nothing_later() -> None:
+    queue: Shares[str] = Shares(1, 99)
+    queue.enter("alone", "a", 0, 1e6)
+    assert queue.leave() is None
+    queue.enter("first", "b", 0, 1.0)
+    for _ in range(20):
+        queue.enter("a", "a", 0, 1.0)
+        queue.enter("b", "b", 0, 1.0)
+    assert Counter(served(queue, 20)) == {"a": 10, "b": 10}
+
+
 def test_of_too_many_the_last_one_of_who_has_the_most_is_turned_away() -> None:
     queue: Shares[str] = Shares(1, 3)
     queue.enter("", "a", 0, 1.0)
@@ -107,6 +118,23 @@ def test_nobody_is_lost(steps: list[tuple[int, int]], most: int, waiting_max: in
         waiting.discard(-1 if entry.turned_away is None else entry.turned_away)
         assert len(queue) == len(waiting) <= waiting_max
         assert len(inside) == most or not waiting
+
+
+def test_who_waits_no_more_is_not_let_in_and_has_had_nothing() -> None:
+    queue: Shares[str] = Shares(1, 9)
+    queue.enter("", "x", 0, 1.0)
+    for who, tenant, cost in (
+        ("gone", "a", 9.0),
+        ("a", "a", 1.0),
+        ("b1", "b", 1.0),
+        ("b2", "b", 1.0),
+    ):
+        queue.enter(who, tenant, 0, cost)
+    assert queue.leave(lambda who: who != "gone") == "a"
+    assert queue.leave() == "b1"
+    queue.enter("a2", "a", 0, 1.0)
+    assert {queue.leave(), queue.leave()} == {"b2", "a2"}
+    assert queue.leave() is None
 
 
 def test_one_that_leaves_as_its_turn_comes_holds_no_place() -> None:

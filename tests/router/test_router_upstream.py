@@ -104,6 +104,27 @@ def test_a_connection_is_used_again_and_by_one_request_at_a_time() -> None:
     run(job())
 
 
+def test_connections_that_nobody_uses_are_closed_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job() -> None:
+        async with answering(*[SHORT] * 9) as peer:
+            answers = [await peer.ask() for _ in range(3)]
+            monkeypatch.setattr(upstream_module, "KEEPALIVE_S", 0.05)
+            for answer in answers:
+                assert await whole(answer) == b"ab"
+                answer.release()
+            await until(lambda: not peer._talking)
+            assert not peer.upstream._idle, "nothing is remembered of the server"
+            assert peer.connections == 3
+            monkeypatch.setattr(upstream_module, "KEEPALIVE_S", 60.0)
+            for _ in range(2):
+                answer = await peer.ask()
+                assert await whole(answer) == b"ab"
+                answer.release()
+            assert peer.connections == 4
+
+    run(job())
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_connection_is_not_used_again_while_it_may_bring_something(is_read: bool) -> None:
     more = OK + b"Content-Length: 2\r\n\r\n" + (b"abc" if is_read else b"a")
