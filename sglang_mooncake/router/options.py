@@ -389,7 +389,7 @@ def _url(option: str, text: str) -> str:
             parts.scheme in ("http", "https")
             and parts.hostname
             and parts.port != 0
-            and not (parts.query or parts.fragment)
+            and not (parts.query or parts.fragment or "@" in parts.netloc)
         )
     except ValueError:  # A port that is no number, half a bracket.
         usable = False

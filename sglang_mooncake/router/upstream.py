@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from sglang_mooncake.router.dialing import Dialer
 from sglang_mooncake.router.http1 import AnswerError, AnswerParser, Head, request_head
 
 __all__ = ["CONNECT_S", "KEEPALIVE_S", "Answer", "Broken", "Unreachable", "Upstream"]
@@ -53,6 +54,7 @@ class Upstream:
     """Connections to all servers. A server is named by its URL."""
 
     def __init__(self) -> None:
+        self._dialer = Dialer()
         self._idle: dict[_Origin, deque[_Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
@@ -114,11 +116,12 @@ class Upstream:
             self._tls = ssl.create_default_context()
         try:
             async with asyncio.timeout(CONNECT_S):
+                connected = await self._dialer.connect(origin.host, origin.port)
                 _, connection = await loop.create_connection(
                     lambda: _Connection(loop),
-                    origin.host,
-                    origin.port,
+                    sock=connected,
                     ssl=self._tls if origin.is_tls else None,
+                    server_hostname=origin.host if origin.is_tls else None,
                 )
         except TimeoutError as error:
             raise Unreachable(f"no connection within {CONNECT_S:g} s") from error

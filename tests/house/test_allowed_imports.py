@@ -52,6 +52,7 @@ ALLOWED = {
     "sglang_mooncake/faces/mooncake_store": {"kvstore", "numpy", "te"},
     "sglang_mooncake/faces/nixl": {"msgspec", "numpy", "te"},
     "sglang_mooncake/router": {
+        "aiohappyeyeballs",
         "aiohttp",
         "bootstrap_server",
         "jinja2",

@@ -332,6 +332,7 @@ def test_a_port_of_a_registry_may_be_left_to_the_server() -> None:
         ((*PAIR, "--decode", "http://a:1"), "http://a:1 is named twice"),
         ((*PAIR, "--decode", "http://A.:1"), "http://a:1, also as http://A.:1, is named twice"),
         ((*PAIR, "--decode", "http://c:1?d"), "is no URL"),
+        ((*PAIR, "--decode", "http://user:word@c:1"), "is no URL"),
         ((*PAIR, "--policy", "random", "--max-ttft-secs", "1"), "only the policy cache_aware"),
         (
             (*PAIR, "--prefill", "http://c:1", "word"),

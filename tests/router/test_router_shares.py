@@ -92,6 +92,7 @@ def test_tenants_that_are_made_up_cost_no_memory(monkeypatch: pytest.MonkeyPatch
     queue.enter(0, "a", 0, 9.0)
     for n in range(1, 6):
         queue.enter(n, f"made up {n}", 0, 1.0)
+        assert len(queue._had) <= 3
     assert [queue.leave() for _ in range(6)] == [*range(1, 6), None]
 
 
@@ -167,10 +168,17 @@ def test_one_that_waits_too_long_is_turned_away() -> None:
     run(job())
 
 
-def test_requests_wait_for_their_turn_by_priority_and_tenant() -> None:
+@pytest.mark.parametrize("is_low_first", [False, True])
+def test_requests_wait_for_their_turn_by_priority_and_tenant(is_low_first: bool) -> None:
+    sign = -1 if is_low_first else 1
+
     async def job() -> None:
         async with World(
-            max_requests=1, queue_size=3, tenant_header="X-Tenant", default_priority=1
+            max_requests=1,
+            queue_size=3,
+            tenant_header="X-Tenant",
+            default_priority=sign,
+            is_low_first=is_low_first,
         ) as world:
             world.decode[0].script = [never_answers]
             first = asyncio.create_task(world.ask(text="first"))
@@ -179,8 +187,8 @@ def test_requests_wait_for_their_turn_by_priority_and_tenant() -> None:
             for text, tenant, more in (
                 ("low", "a", {"priority": 0}),
                 ("usual", "a", {}),
-                ("high", "a", {"priority": 7}),
-                ("other", "b", {"priority": 1}),
+                ("high", "a", {"priority": 7 * sign}),
+                ("other", "b", {"priority": sign}),
             ):
                 ask = world.ask(text=text, headers={"x-tenant": tenant}, **more)
                 others.append(asyncio.create_task(ask))

@@ -7,12 +7,15 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 import pytest
 from router_world import run, until
 
+from sglang_mooncake.router import dialing
 from sglang_mooncake.router import upstream as upstream_module
+from sglang_mooncake.router.dialing import Addresses
 from sglang_mooncake.router.upstream import Answer, Broken, Unreachable, Upstream
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -334,6 +337,51 @@ def test_a_server_that_does_not_accept_is_not_waited_for(monkeypatch: pytest.Mon
                 await upstream.post(f"http://127.0.0.1:{port}", "/", {}, b"")
             for one in waiting:
                 one.close()
+
+    run(job())
+
+
+def test_a_name_is_looked_up_once_for_all_and_its_next_address_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first address of the name swallows what is sent to it."""
+    looked_up = list[tuple[str, int]]()
+
+    async def job() -> None:
+        async with answering(SHORT, SHORT) as peer:
+            with socket.socket() as full:
+                full.bind(("127.0.0.2", peer.port))
+                full.listen(0)
+                waiting = [socket.socket() for _ in range(4)]
+                for one in waiting:
+                    one.setblocking(False)
+                    one.connect_ex(("127.0.0.2", peer.port))
+
+                async def getaddrinfo(host: str, port: int, **_: object) -> Addresses:
+                    looked_up.append((host, port))
+                    await asyncio.sleep(0)
+                    if len(looked_up) == 1:
+                        raise socket.gaierror(socket.EAI_AGAIN, "not now")
+                    place = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+                    return [(*place, (f"127.0.0.{n}", port)) for n in (2, 1)]
+
+                monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+                url = f"http://decode-0.svc:{peer.port}"
+                post = partial(peer.upstream.post, url, "/generate", {}, b"{}")
+                failed = await asyncio.gather(post(), post(), return_exceptions=True)
+                assert [str(one) for one in failed] == [
+                    f"cannot connect to decode-0.svc:{peer.port}: not now"
+                ] * 2
+                assert len(looked_up) == 1
+                for answer in await asyncio.gather(*(post() for _ in range(20))):
+                    assert await whole(answer) == b"ab"
+                    answer.close()
+                assert looked_up == [("decode-0.svc", peer.port)] * 2
+                monkeypatch.setattr(dialing, "ADDRESSES_S", -1.0)
+                (await post()).close()
+                assert len(looked_up) == 3
+                for one in waiting:
+                    one.close()
 
     run(job())
 
