@@ -159,6 +159,24 @@ def test_cells_that_are_exchanged_differ():
     assert differ.buffers == ("k of layer 1",)
 
 
+def test_a_sample_finds_what_has_changed_in_the_cells_that_it_draws_alone():
+    source, target, here, there = pair()
+    (cells,) = there
+
+    def sampled(of, memory, chosen):
+        return tuple(one for some in digest(of, chosen, reader(memory.base)) for one in some)
+
+    for seed in range(20):
+        chosen = chosen_cells(seed, 5, len(cells))
+        sent = sampled(here, source, chosen)
+        for number in range(len(cells)):
+            item, layer = divmod(number, cells.columns)
+            target.arrays["k", layer][ITEMS - 1 - item, 0] ^= 1
+            differ = differences(there, sampled(there, target, chosen), sent)
+            assert bool(differ) == (number in chosen)
+            target.arrays["k", layer][ITEMS - 1 - item, 0] ^= 1
+
+
 def test_several_that_differ_are_named_by_all_their_items_and_buffers():
     source, target, here, there = pair()
     target.arrays["k", 0][5, 0] ^= 1
