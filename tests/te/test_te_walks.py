@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walks of two writes in docs/architecture.md: each stop is a function that is there, and leads
-to the next one by what the walk says."""
+"""The walks of two writes and a fence in docs/architecture.md: each stop is a function that is
+there, and leads to the next one by what the walk says."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 TE = ROOT / "te"
 TEXT = (ROOT / "docs/architecture.md").read_text()
 ROW = re.compile(r"\| (\d+) \| \w \| `([\w/.]+)` `(\w+)` \| [^|]* \| ?([^|]*?) ?\|")
-FUNCTION = re.compile(r"^(?=c?def )", re.MULTILINE)
-NAME = re.compile(r"c?def [^\n(]*?\b(\w+)\(")
+FUNCTION = re.compile(r"^(?=c?def |[ ]+def )", re.MULTILINE)
+NAME = re.compile(r"[ ]*c?def [^\n(]*?\b(\w+)\(")
 STOPS_MAX = 10
+WALKS = ["A write over TCP", "A write over RDMA", "A fence"]
 #: As many functions of one file may a stop stand for.
 STEPS = 3
 
@@ -33,7 +34,7 @@ class Stop(NamedTuple):
 
 @cache
 def functions(path: str) -> dict[str, set[str]]:
-    """The functions of a compiled module, and what each of them names."""
+    """The functions of a module, and what each of them names."""
     source = re.sub(r"#.*", "", (TE / path).read_text())
     parts = ((NAME.match(part), part) for part in FUNCTION.split(source))
     return {found[1]: set(re.findall(r"\w+", part)) for found, part in parts if found}
@@ -67,28 +68,28 @@ def problem(stop: Stop, following: Stop) -> str | None:
     return None
 
 
-def stops(transport: str) -> list[Stop]:
-    begin = TEXT.index(f"#### A write over {transport}\n")
+def stops(walk: str) -> list[Stop]:
+    begin = TEXT.index(f"#### {walk}\n")
     rows = ROW.findall(TEXT[begin : TEXT.index("\n#", begin + 1)])
     assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
     return [Stop(path, name, by) for _, path, name, by in rows]
 
 
-@pytest.mark.parametrize("transport", ["TCP", "RDMA"])
-def test_every_stop_of_a_write_is_there_and_leads_to_the_next(transport: str) -> None:
-    walk = stops(transport)
-    assert 5 < len(walk) <= STOPS_MAX
-    missing = [one for one in walk if one.function not in functions(one.path)]
+@pytest.mark.parametrize("walk", WALKS)
+def test_every_stop_is_there_and_leads_to_the_next(walk: str) -> None:
+    found = stops(walk)
+    assert 5 < len(found) <= STOPS_MAX
+    missing = [one for one in found if one.function not in functions(one.path)]
     assert not missing, "stops that are not in the code"
-    wrong = [problem(*pair) for pair in itertools.pairwise(walk)]
+    wrong = [problem(*pair) for pair in itertools.pairwise(found)]
     assert not [one for one in wrong if one]
 
 
-@pytest.mark.parametrize("transport", ["TCP", "RDMA"])
-def test_a_stop_that_leads_elsewhere_is_seen(transport: str) -> None:
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_stop_that_leads_elsewhere_is_seen(walk: str) -> None:
     elsewhere = Stop("core/heap.pxd", "need", "")
-    walk = [one for one in stops(transport) if one.by.startswith("`")]
-    assert walk
-    for stop in walk:
+    found = [one for one in stops(walk) if one.by.startswith("`")]
+    assert found
+    for stop in found:
         assert problem(stop, elsewhere), f"{stop} leads everywhere"
         assert problem(stop._replace(by="`nothing_at_all`"), elsewhere)
