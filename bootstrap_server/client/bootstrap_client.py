@@ -37,6 +37,7 @@ from bootstrap_server.ranks.records import (
     Role,
     check_instance_name,
 )
+from bootstrap_server.ranks.router_report import ROUTERS_PATH, RouterReport
 from bootstrap_server.ranks.sglang_http import ROOMS_PER_QUERY_MAX
 
 __all__ = ["BootstrapClient"]
@@ -266,6 +267,12 @@ class BootstrapClient:
         except BadText as error:
             raise self._stranger(what, status, answer) from error
         raise self._stranger(what, status, answer)
+
+    def report_router(self, report: RouterReport) -> bool:
+        """Has the registry's status page show a router. False where the registry does not take it,
+        as one of an older release."""
+        body = msgspec.json.encode(report)
+        return self._http.request("PUT", ROUTERS_PATH, body) == (200, b"OK")
 
     def register_dp_rank(self, room: int, dp_rank: int) -> None:
         """Say that prefill DP rank `dp_rank` serves `room`."""

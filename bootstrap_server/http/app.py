@@ -16,6 +16,7 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | the same under `/v1/decode-servers` | | the same for decode servers; routers alone ask for them |
 | `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
 | `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
+| `PUT /v1/routers` | `RouterReport` | `OK`; for the status page |
 | `GET /` | | the status page (`status.py`) |
 | `GET /v1/status` | | what it shows |
 
@@ -55,6 +56,7 @@ from bootstrap_server.http.given_up import GivenUpHandlers
 from bootstrap_server.http.metrics_route import MetricsHandlers
 from bootstrap_server.http.query import rank_number, revision_of, wait_s_of
 from bootstrap_server.http.rank_lines import RankLines
+from bootstrap_server.http.routers import RouterHandlers
 from bootstrap_server.http.status import StatusHandlers
 from bootstrap_server.http.waiting import Waiting
 from bootstrap_server.page.board import Board, Report
@@ -105,7 +107,8 @@ _ROUTE_PARAMETERS: Final = (
 _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
     "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, "
-    "the latter four under /v1/decode-servers, /v1/given-up-rooms, and for people / and /v1/status"
+    "the latter four under /v1/decode-servers, /v1/given-up-rooms, /v1/routers, "
+    "and for people / and /v1/status"
 )
 
 _DECODE_SERVERS: Final = "/v1/decode-servers"
@@ -168,6 +171,7 @@ def make_app(
             *handlers.leases("/v1/instances/"),
             *handlers.leases(f"{_DECODE_SERVERS}/"),
             *given_up.routes(),
+            *RouterHandlers(board, clock).routes(),
             *status.routes(),
             *metrics.routes(),
         ]

@@ -173,6 +173,10 @@ class StatusHandlers:
                 for table in self._registry.tables()
                 if table.config is not None
             ],
+            "routers": [
+                {"address": one.address, "last_s": one.last_s, **msgspec.structs.asdict(one.report)}
+                for one in self._board.routers(now_s)
+            ],
             "turned_away": [one._asdict() for one in self._board.turned_away(now_s)],
             "gone": [_gone(one) for one in self._board.gone(now_s)],
             "gone_kept_s": GONE_KEPT_S,

@@ -14,10 +14,12 @@ from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 from bootstrap_server.page.lately import Lately, Tally
+from bootstrap_server.page.routers import Router, RoutersLately
 from bootstrap_server.page.turned_away import TurnedAway, TurnedAwayLately
 from bootstrap_server.ranks.rank_status import Axes
 from bootstrap_server.ranks.records import Rank, RankCoords, RankRecord
 from bootstrap_server.ranks.registry import Registry
+from bootstrap_server.ranks.router_report import RouterReport
 
 __all__ = [
     "EVENTS_MAX",
@@ -98,6 +100,7 @@ class Board:
         self._shown: dict[_Key, Shown] = {}
         self._of_connection: dict[Hashable, dict[_Key, None]] = {}
         self._turned_away = TurnedAwayLately()
+        self._routers = RoutersLately()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._gone: dict[_Key, Gone] = {}
         self._said = 0
@@ -123,6 +126,15 @@ class Board:
     def turn_away(self, address: str, why: str, now_s: float, count: int = 1) -> None:
         """So many requests from `address` were not served."""
         self._turned_away.note(address, why, now_s, count)
+        self.revision += 1
+
+    def routers(self, now_s: float) -> tuple[Router, ...]:
+        """Those that were heard lately."""
+        return self._routers.lately(now_s)
+
+    def router_told(self, address: str, report: RouterReport, now_s: float) -> None:
+        """The router at `address` tells of itself."""
+        self._routers.told(address, report, now_s)
         self.revision += 1
 
     def reports(self, after: int, upto: int) -> list[tuple[int, str, RankCoords, Report]]:

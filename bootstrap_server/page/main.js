@@ -105,6 +105,31 @@ const instancesTable = new PlainTable(
   ],
   "No instance is registered.",
 );
+// A router tells of itself every second.
+const ROUTER_LATE_S = 5;
+const heardText = (one) => {
+  const age = nowS() - one.last_s;
+  return { mark: age > ROUTER_LATE_S ? "!" : "●", text: `${ageText(age)} ago` };
+};
+const wellText = (wells) => ({ mark: wells.well < wells.all ? "!" : "", text: `${wells.well} of ${wells.all} well` });
+const partText = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "");
+const routersTable = new PlainTable(
+  byId("routers"),
+  [
+    { title: "Router", of: (one) => (one.port ? `${one.address} port ${one.port}` : one.address) },
+    { title: "Heard", of: heardText },
+    { title: "Under way", className: "number", of: (one) => String(one.requests) },
+    { title: "Waiting", className: "number", of: (one) => String(one.waiting) },
+    { title: "Answered · refused · failed", of: (one) => `${one.answered} · ${one.refused} · ${one.failed}` },
+    { title: "Prefill servers", of: (one) => wellText(one.prefill) },
+    { title: "Decode servers", of: (one) => wellText(one.decode) },
+    { title: "In a cache", className: "number", of: (one) => partText(one.cached_tokens, one.prompt_tokens) },
+    { title: "As expected", className: "number", of: (one) => partText(one.cached_tokens, one.expected_cached_tokens) },
+    { title: "Time off by", className: "number", of: (one) => (one.error === null ? "" : partText(one.error, 1)) },
+    { title: "Version", of: (one) => one.version },
+  ],
+  "No router asks this registry for servers.",
+);
 const awayTable = new PlainTable(
   byId("away"),
   [
@@ -280,6 +305,7 @@ function show() {
   ratesTable.show(byTransport(wanted.filter(isHeard)));
   railsTable.show(byRail(wanted.filter(isHeard)));
   instancesTable.show(snapshot.instances);
+  routersTable.show(snapshot.routers);
   awayTable.show(snapshot.turned_away);
   failuresTable.show(failuresOf(wanted).slice(0, FAILURES_SHOWN));
   eventsTable.show(snapshot.events);

@@ -51,7 +51,7 @@ from sglang_mooncake.router.registry_source import RegistrySource
 from sglang_mooncake.router.routing import BODY_S, Routing, error_response
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, RequestError
-from sglang_mooncake.router.status import as_json, as_text
+from sglang_mooncake.router.status import as_json, as_text, report_of
 from sglang_mooncake.router.upstream import KEEPALIVE_S
 from te.version import version
 
@@ -109,8 +109,14 @@ async def make_app(
         watching.append(asyncio.create_task(kept_up("looking after the store", pool.run)))
     membership = Membership(servers)
     registries = RegistrySource(
-        options.registries, keys, membership, lambda _: routing.servers_changed(), clock
+        options.registries,
+        keys,
+        membership,
+        lambda _: routing.servers_changed(),
+        lambda: report_of(counts, known, options.port, version()),
+        clock,
     )
+    known = Known(servers, routing.views, routing.decode, routing.gate, registries.registries, pool)
     if options.registries:
         watching.append(asyncio.create_task(kept_up("asking registries", registries.run)))
 
@@ -127,7 +133,6 @@ async def make_app(
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])
     app.add_routes(Asking(session, servers, options, routing.forget_caches).routes())
     app.add_routes(Querying(routing.views, registered, pool, clock).routes())
-    known = Known(servers, routing.views, routing.decode, routing.gate, registries.registries, pool)
     app.add_routes(_Own(known, counts, clock).routes())
     return app
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from bootstrap_server import (
@@ -25,6 +26,7 @@ from bootstrap_server import (
 )
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, registry_port_of
+from bootstrap_server.ranks.router_report import RouterReport
 from sglang_mooncake.fetching import fetch_named
 from sglang_mooncake.router.addresses import is_host
 from sglang_mooncake.router.each import one_for_each
@@ -53,6 +55,8 @@ class Registry:
         self.why = "it was not asked yet"
         self.servers = 0
         self.is_silent = False
+        #: Whether it shows routers; one of an older release does not.
+        self.shows_routers = True
 
     def __repr__(self) -> str:
         return f"the registry at {self.address}"
@@ -61,15 +65,17 @@ class Registry:
         """Time since its last answer; None if there was none."""
         return None if self.heard_s is None else now_s - self.heard_s
 
-    def look(self) -> tuple[list[Listed], list[str]]:
-        """The servers that are complete, and sentences about those that cannot be used. Raises
-        ``BootstrapError``."""
+    def look(self, report: RouterReport) -> tuple[list[Listed], list[str]]:
+        """The servers that are complete, and sentences about those that cannot be used. The
+        registry is told of the router. Raises ``BootstrapError``."""
         found: list[Listed] = []
         whys: list[str] = []
         known: dict[tuple[Role, str], tuple[int, Listed | None]] = {}
         for role in ROLES:
             with BootstrapClient(self.address, keys=self._keys.registry, role=role) as client:
                 revisions = client.instances()
+                if role == ROLES[0] and self.shows_routers:
+                    self.shows_routers = client.report_router(report)
             for name, revision in revisions.items():
                 seen = self._known.get((role, name))
                 if seen is None or seen[0] != revision:
@@ -133,11 +139,14 @@ class RegistrySource:
         keys: Keys,
         membership: Membership,
         on_change: Callable[[Change], None],
+        report: Callable[[], RouterReport],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_change`` hears of servers that have joined and left."""
+        """``on_change`` hears of servers that have joined and left. ``report``: of the router, for
+        the registries' status pages."""
         self.registries: Final = tuple(Registry(address, keys) for address in addresses)
         self._membership, self._on_change, self._clock = membership, on_change, clock
+        self._report = report
 
     async def run(self) -> None:
         """Never returns."""
@@ -150,7 +159,8 @@ class RegistrySource:
         try:
             while True:
                 try:
-                    found, whys = await loop.run_in_executor(thread, registry.look)
+                    asked = partial(registry.look, self._report())
+                    found, whys = await loop.run_in_executor(thread, asked)
                 except BootstrapError as error:
                     self._silent(registry, str(error), began_s)
                 else:

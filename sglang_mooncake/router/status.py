@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
+from bootstrap_server.ranks.router_report import RouterReport, Wells
 from sglang_mooncake.router.decode_view import DecodeView
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.metrics import Counts, Known
@@ -13,7 +15,33 @@ from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.registry_source import Registry
 from sglang_mooncake.router.servers import Server
 
-__all__ = ["as_json", "as_text"]
+__all__ = ["as_json", "as_text", "report_of"]
+
+
+def report_of(counts: Counts, known: Known, port: int, release: str) -> RouterReport:
+    """For registries' status pages."""
+    prefill = known.servers.of("prefill")
+    views = [view for ranks in known.views.values() for view in ranks]
+    errors = [view.median_error for view in views if view.median_error is not None]
+    return RouterReport(
+        port=port,
+        version=release,
+        requests=counts.under_way,
+        waiting=0 if known.gate is None else known.gate.waiting,
+        answered=counts.ended["answered"],
+        refused=counts.ended["refused"],
+        failed=counts.ended["failed"] + counts.ended["stopped"],
+        prefill=_wells(prefill),
+        decode=_wells(known.servers.of("decode")),
+        prompt_tokens=sum(one.counts.prompt_tokens for one in prefill),
+        cached_tokens=sum(one.counts.cached_tokens for one in prefill),
+        expected_cached_tokens=round(sum(view.counts.expected_hits for view in views)),
+        error=median(errors) if errors else None,
+    )
+
+
+def _wells(servers: Sequence[Server]) -> Wells:
+    return Wells(sum(one.is_well for one in servers), len(servers))
 
 
 def as_json(counts: Counts, known: Known, now_s: float) -> dict[str, Any]:

@@ -13,6 +13,24 @@ from bootstrap_http import url
 from bootstrap_waits import WAIT_S
 
 from bootstrap_server import BootstrapServer, RankStatus
+from bootstrap_server.ranks.router_report import RouterReport, Wells
+
+#: What a router tells of itself.
+ROUTER = RouterReport(
+    port=8000,
+    version="1.2.3",
+    requests=3,
+    waiting=1,
+    answered=10,
+    refused=2,
+    failed=1,
+    prefill=Wells(2, 3),
+    decode=Wells(1, 1),
+    prompt_tokens=100,
+    cached_tokens=60,
+    expected_cached_tokens=70,
+    error=0.25,
+)
 
 
 def ask(server: BootstrapServer, after: str = "0", wait_s: float = 0) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from bootstrap_rank import rank_process
+from bootstrap_status import ROUTER
 from bootstrap_waits import NEVER_S
 from chromium import Tab, browser
 
@@ -242,9 +243,13 @@ async def test_all_parts_of_the_page(server: BootstrapServer, make_record: MakeR
     with ranks(server, make_record):
         with BootstrapClient(f"127.0.0.1:{server.port}") as client:
             client.give_up([1], "page_size is <b>16</b> on prefill and 1 on decode")
+            client.report_router(ROUTER)
         async with page(server) as tab:
             await tab.until("document.querySelectorAll('#matrix td').length === 28")
             assert "page_size is <b>16</b> on prefill" in await tab.ask(text("#away"))
+            routers = await tab.ask(text("#routers"))
+            assert "127.0.0.1 port 8000" in routers
+            assert "10 · 2 · 1!2 of 3 well1 of 1 well60 %86 %25 %1.2.3" in routers
             marks = await tab.ask(
                 "[...document.querySelectorAll('#matrix tbody tr')]"
                 ".map(row => [...row.cells].slice(1).map(cell => cell.textContent || '.').join(''))"

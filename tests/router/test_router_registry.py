@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from router_world import FakeServer, World, answers_at_once, run, until
+from router_world import FakeServer, World, answers, answers_at_once, run, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -30,6 +30,8 @@ from bootstrap_server import (
 )
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed, signed_name
+from bootstrap_server.client import bootstrap_client
+from bootstrap_server.http import status as status_http
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, Role
 from sglang_mooncake.router import membership, registry_source
 from sglang_mooncake.router.addresses import place_of
@@ -446,5 +448,46 @@ def test_a_server_with_a_bad_host_keeps_no_other_from_joining(
                 await until(lambda: "has the host 'x['" in caplog.text)
                 await asyncio.to_thread(register, registry, *world.prefill, *world.decode)
                 await until(lambda: len(world.servers.all()) == 2)
+
+    run(job())
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_registry_shows_the_router_unless_it_is_of_an_older_release(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_http, "PUBLISH_EVERY_S", 0.02)
+    if is_old:
+        monkeypatch.setattr(bootstrap_client, "ROUTERS_PATH", "/v1/unknown")
+
+    async def job() -> None:
+        with BootstrapServer("127.0.0.1", 0, lease_s=1000.0) as registry:
+            address = f"127.0.0.1:{registry.port}"
+            async with World(
+                are_named=False,
+                registries=(address,),
+                port=8000,
+                prefill_policy="cache_aware",
+                health_interval_s=0.05,
+            ) as world:
+                told = {"meta_info": {"prompt_tokens": 8, "cached_tokens": 3}}
+                world.prefill[0].answer = answers(told)
+                fakes = (world.prefill[0], world.decode[0])
+                await asyncio.to_thread(register, registry, *fakes)
+                assert (await world.ask(text="a"))[0] == 200
+                await world.idle()
+
+                async def shown() -> list[dict[str, Any]]:
+                    async with world.client.get(f"http://{address}/v1/status") as answer:
+                        return list((await answer.json())["routers"])
+
+                if is_old:
+                    assert await shown() == []
+                    return
+                while not (found := await shown()) or found[0]["answered"] != 1:
+                    await asyncio.sleep(0.005)
+                assert (found[0]["port"], found[0]["cached_tokens"]) == (8000, 3)
+                assert found[0]["prefill"] == found[0]["decode"] == {"well": 1, "all": 1}
+                assert found[0]["error"] is not None
 
     run(job())
