@@ -64,8 +64,8 @@ class Looks:
 
 class DigestThread:
     """A piece of each job in turn, in the order in which they came; those for which something is
-    not here yet are looked at beside it. They are bounded by the rooms, each of which has one for
-    each of its peers."""
+    not here yet are looked at beside it. They are bounded by the rooms: of each there is one for
+    each of its peers, and one more where a decode rank has answered that what it has differs."""
 
     def __init__(self, name: str) -> None:
         self._new: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

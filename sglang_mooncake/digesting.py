@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +119,10 @@ class SentDigests:
     post: Callable[[Digested], None]
     kept: KeptBytes | None = None
     _lately: SentLately = field(default_factory=SentLately)
+    _lately_lock: threading.Lock = field(default_factory=threading.Lock)
     _unmade: _Unmade = field(default_factory=lambda: _Unmade())
+    #: Beside `_unmade`, since any decode rank can have as many lines of these as it likes.
+    _unasked: _Unmade = field(default_factory=lambda: _Unmade())
     _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-prefill-digests"))
 
     def start(self) -> None:
@@ -131,7 +135,16 @@ class SentDigests:
         self._thread.add(self._made(asked))
 
     def look_again(self, asked: LookAgain, decode_rank: str) -> None:
-        self._thread.add(self._looked(asked, decode_rank))
+        """Only an answer to digests that were sent becomes a job: a decode rank that floods this
+        one with others keeps no request waiting, and takes no memory."""
+        message = asked.message
+        try:
+            with self._lately_lock:
+                sent = self._lately.take(asked.peer, message)
+        except ValueError as error:
+            self._unasked.log(self._not_looked(message.room, decode_rank, error), error)
+        else:
+            self._thread.add(self._looked(sent, message, decode_rank))
 
     def close(self) -> None:
         _close(self._thread, self.digester, self.kept)
@@ -157,18 +170,19 @@ class SentDigests:
         lists = tuple(ListDigests.of(one) for one in found)
         number, generation = asked.room.number, asked.generation
         message = RoomDigests(number, generation, verify, seed, asked.nbytes, lists)
-        self._lately.add(asked, message)
+        with self._lately_lock:
+            self._lately.add(asked, message)
         return message
 
-    def _looked(self, asked: LookAgain, decode_rank: str) -> Job:
-        sent, number = self._lately.take(asked.peer, asked.message), asked.message.room
+    def _looked(self, sent: SentDigest, message: RoomDiffers, decode_rank: str) -> Job:
         try:
-            if sent is None:
-                raise ValueError("its digests are no longer known")
-            yield from self._look(sent, asked.message, decode_rank)
+            yield from self._look(sent, message, decode_rank)
         except Exception as error:  # noqa: BLE001 - it is logged, and the room has failed
-            what = f"room {number}: what {decode_rank} has is not what was sent, and {self.rank}"
-            self._unmade.log(f"{what} cannot look again at what it has sent: {_why(error)}", error)
+            self._unmade.log(self._not_looked(message.room, decode_rank, error), error)
+
+    def _not_looked(self, number: int, decode_rank: str, error: Exception) -> str:
+        what = f"room {number}: what {decode_rank} has is not what was sent, and {self.rank}"
+        return f"{what} cannot look again at what it has sent: {_why(error)}"
 
     def _look(
         self, sent: SentDigest, message: RoomDiffers, decode_rank: str

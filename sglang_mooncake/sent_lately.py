@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_mooncake.layout import Cells, Digests, differences
-from sglang_mooncake.messages import RoomDiffers, RoomDigests
+from sglang_mooncake.messages import ListDigests, RoomDiffers, RoomDigests
 from sglang_mooncake.rooms.prefill_events import Digest
 
 __all__ = ["Found", "SentDigest", "SentLately", "look"]
@@ -56,7 +56,7 @@ class SentDigest:
 
 
 class SentLately:
-    """The latest, of bounded size. One thread uses it."""
+    """The latest, of bounded size. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, int, int], SentDigest] = {}  # by peer, room and generation
@@ -69,9 +69,21 @@ class SentLately:
         while len(self._sent) > ROOMS_MAX or self._items > ITEMS_MAX:
             self._items -= self._sent.pop(next(iter(self._sent))).items
 
-    def take(self, peer: str, message: RoomDiffers) -> SentDigest | None:
-        """Once: a peer cannot have the same memory looked at again and again."""
+    def take(self, peer: str, message: RoomDiffers) -> SentDigest:
+        """Once: a peer cannot have the same memory looked at again and again.
+
+        Raises:
+            ValueError: they are not known, or the peer tells digests of other cells.
+        """
         one = self._sent.pop((peer, message.room, message.generation), None)
-        if one is not None:
-            self._items -= one.items
+        if one is None:
+            raise ValueError("its digests are no longer known")
+        self._items -= one.items
+        if _cells(message.lists) != _cells(one.message.lists):
+            raise ValueError("digests of other cells were told")
         return one
+
+
+def _cells(lists: Sequence[ListDigests]) -> list[tuple[int, bytes, int]]:
+    """Of which these are."""
+    return [(one.which, one.positions, len(one.of_buffers)) for one in lists]

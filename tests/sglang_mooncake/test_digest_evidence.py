@@ -18,6 +18,7 @@ from sglang_mooncake import digesting, sent_lately
 from sglang_mooncake.layout import cells as cells_module
 from sglang_mooncake.messages import RoomDiffers
 from sglang_mooncake.rooms.prefill import Differed
+from sglang_mooncake.rooms.prefill_events import LookAgain
 from sglang_mooncake.rooms.states import RoomState
 
 
@@ -230,8 +231,25 @@ def test_a_prefill_rank_whose_memory_cannot_be_read_again_says_so(tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_a_decode_rank_that_tells_differences_of_what_was_not_sent_keeps_nobody_waiting(
+    monkeypatch, caplog
+):
+    with pair_of() as pair:
+        _, target = hand_over(pair)
+        digests = pair.prefill.side._digests
+        (known,) = digests._lately._sent.values()
+        jobs: list[Any] = []
+        monkeypatch.setattr(digests._thread, "add", jobs.append)
+        for number, lists in ((77, known.message.lists), (1, known.message.lists * 1000)):
+            message = RoomDiffers(number, target.view.generation, lists)
+            digests.look_again(LookAgain(known.asked.peer, message), "decode rank")
+    assert jobs == []
+    assert "room 77: what decode rank has is not what was sent" in caplog.text
+
+
 @pytest.mark.parametrize(
-    ("lists", "why"), [(0, "cannot look again"), (1, "has told the digests that were sent")]
+    ("lists", "why"),
+    [(0, "digests of other cells were told"), (1, "has told the digests that were sent")],
 )
 def test_a_decode_rank_that_tells_no_difference_has_nothing_kept(lists, why, tmp_path, caplog):
     with pair_of(source_verify_dir=tmp_path) as pair:
