@@ -36,6 +36,7 @@ from sglang_mooncake.layout import (
     digest,
     sample_size,
 )
+from sglang_mooncake.layout.indices import Indices
 from sglang_mooncake.messages import (
     ListDigests,
     RoomDiffers,
@@ -198,8 +199,10 @@ class SentDigests:
         is_kept = self.kept is not None and self.kept.claim(said.room)
         reason = ""
         try:
-            # First the bytes: what has the right digests behind that had them all the while.
-            copied = (yield from _bytes(lists, differ, self.digester)) if is_kept else None
+            # First the bytes: what has the right digests behind that had them all the while. Of
+            # cells without a digest nothing tells that.
+            chosen = _chosen(lists, said.verify, said.seed)
+            copied = (yield from _bytes(lists, differ, chosen, self.digester)) if is_kept else None
             now = yield from _digests(
                 lists, said.verify, said.seed, self.digester, None, self.recorder
             )
@@ -332,7 +335,8 @@ class LandedDigests:
         assert self.digester is not None
         cells: Bytes | None = None
         try:
-            cells = yield from _bytes(lists, differ, self.digester, room)
+            all_cells = range(_sizes(lists)[0])
+            cells = yield from _bytes(lists, differ, all_cells, self.digester, room)
         except (te.Error, MemoryError) as error:  # the request fails for the difference
             self._unmade.log(f"room {room.number}: bytes that differ: {_why(error)}", error)
         finally:
@@ -384,12 +388,14 @@ def _check_wanted(room: Room | None) -> None:
 def _bytes(
     lists: Sequence[Cells],
     differ: Sequence[Difference],
+    chosen: Indices | range,
     digester: te.Digester,
     room: Room | None = None,
 ) -> Generator[Pause, None, Bytes]:
-    """Raises _Unwanted once the end of the room, if any, is decided."""
+    """Of the chosen cells that differ. Raises _Unwanted once the end of the room, if any, is
+    decided."""
     cells: Bytes = {}
-    for some in bytes_of(lists, differ, digester.read):
+    for some in bytes_of(lists, differ, chosen, digester.read):
         yield Pause.OTHERS_TURN
         _check_wanted(room)
         cells |= some
@@ -407,8 +413,7 @@ def _digests(
     """Raises _Unwanted once the end of the room, if any, is decided."""
     _check_wanted(room)
     began_s, spent_s = time.monotonic(), 0.0
-    cells, nbytes = _sizes(lists)
-    chosen = chosen_cells(seed, sample_size(verify, cells, nbytes), cells)
+    chosen = _chosen(lists, verify, seed)
     made: list[Digests] = []
     for found in digest(lists, chosen, digester.digests):
         made += found
@@ -416,9 +421,15 @@ def _digests(
         yield Pause.OTHERS_TURN
         _check_wanted(room)
         began_s = time.monotonic()
+    cells, nbytes = _sizes(lists)
     part = len(chosen) / cells if cells else 1.0
     recorder.digested(len(chosen), int(nbytes * part), spent_s)
     return tuple(made)
+
+
+def _chosen(lists: Sequence[Cells], verify: Verify, seed: int) -> Indices | range:
+    cells, nbytes = _sizes(lists)
+    return chosen_cells(seed, sample_size(verify, cells, nbytes), cells)
 
 
 def _sizes(lists: Sequence[Cells]) -> tuple[int, int]:

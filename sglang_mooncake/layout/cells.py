@@ -181,13 +181,21 @@ def digest(
     Args:
         chosen: rising numbers of cells, counted through all lists; a range is of all.
     """
+    for cells, mine in _parts(lists, chosen):
+        yield from _digests(cells, mine, read)
+
+
+def _parts(
+    lists: Sequence[Cells], chosen: Indices | range
+) -> Iterator[tuple[Cells, Indices | range]]:
+    """Each list with the numbers of its own chosen cells."""
     begin = 0
     for cells in lists:
         mine: Indices | range = range(len(cells))
         if not isinstance(chosen, range):
             span = np.searchsorted(chosen, (begin, begin + len(cells)))
             mine = chosen[span[0] : span[1]] - begin
-        yield from _digests(cells, mine, read)
+        yield cells, mine
         begin += len(cells)
 
 
@@ -250,19 +258,29 @@ def differences(
 
 
 def bytes_of(
-    lists: Sequence[Cells], differ: Sequence[Difference], read: ReadBytes
+    lists: Sequence[Cells],
+    differ: Sequence[Difference],
+    chosen: Indices | range,
+    read: ReadBytes,
 ) -> Iterator[dict[str, Bytes]]:
-    """The bytes of cells that differ, by name, in pieces of bounded work: of the first of them
-    (`CELLS_KEPT_MAX`, `NBYTES_KEPT_MAX`), or of the very first alone if it has more."""
+    """The bytes of cells that differ, by name, in pieces of bounded work: of some of the first
+    (`CELLS_KEPT_MAX`, `NBYTES_KEPT_MAX`), or of the very first alone if it has more.
+
+    Args:
+        chosen: see `digest`; no others are read.
+    """
     cells_left, nbytes_left, is_first = CELLS_KEPT_MAX, NBYTES_KEPT_MAX, True
-    of = {cells.which: cells for cells in lists}
+    of = {cells.which: (cells, mine) for cells, mine in _parts(lists, chosen)}
     for one in differ:
-        cells = of[one.which]
+        cells, mine = of[one.which]
         # Not the numbers of all cells of a request of which everything differs.
         items = one.items[: cells_left // max(len(one.buffers), 1) + 1]
-        chosen = cells.numbers(items, one.buffers)[:cells_left]
-        fits = cells.first_of(chosen, nbytes_left)
-        left = fits if len(fits) or not is_first else chosen[:1]
+        numbers = cells.numbers(items, one.buffers)
+        if not isinstance(mine, range):
+            numbers = np.intersect1d(numbers, mine, assume_unique=True)
+        numbers = numbers[:cells_left]
+        fits = cells.first_of(numbers, nbytes_left)
+        left = fits if len(fits) or not is_first else numbers[:1]
         while len(left):
             some = cells.first_of(left[:CELLS_READ_AT_ONCE], NBYTES_READ_AT_ONCE)
             count = max(len(some), 1)

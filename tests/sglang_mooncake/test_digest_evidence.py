@@ -192,6 +192,30 @@ def test_a_prefill_rank_whose_memory_has_changed_since_its_digests_says_so(
         assert not list(tmp_path.iterdir()), "it may be another request's"
 
 
+def test_of_a_sample_a_prefill_rank_keeps_no_bytes_of_which_it_has_no_digest(
+    tmp_path, monkeypatch, caplog
+):
+    """They may be another request's, and nothing would tell."""
+    sample = np.array([0, LAYERS + 1])
+    monkeypatch.setattr(digesting, "chosen_cells", lambda *of: sample)
+    with pair_of(source_verify_dir=tmp_path) as pair:
+        digests = pair.decode.side._digests
+        landed = digests.landed
+
+        def spoilt(compare: Any) -> Any:
+            completion = landed(compare)
+            if completion is not None:
+                pair.target.kv[:2, TARGETS[:2]] ^= 1
+                pair.source.kv[0, SOURCES[1]] ^= 2
+            return completion
+
+        digests.landed = spoilt
+        hand_over(pair)
+        assert "still has what its digests are of" in said_of_the_source(caplog)
+    _, cells = kept_in(tmp_path)
+    assert list(cells) == [f"page {at} in latent of layer {at}" for at in (0, 1)]
+
+
 def test_bytes_that_change_behind_their_reading_are_not_kept(tmp_path, monkeypatch, caplog):
     with pair_of(source_verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
         digester = pair.prefill.side._digests.digester

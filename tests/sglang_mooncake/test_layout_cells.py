@@ -202,7 +202,9 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
         ]
         return np.stack(found), read(addresses, offsets, sizes)
 
-    (found,) = bytes_of(there, differ, with_bytes)
+    (cells,) = there
+    everything = range(len(cells))
+    (found,) = bytes_of(there, differ, everything, with_bytes)
     assert {name: cell.tolist() for name, cell in found.items()} == {
         f"page {at} in k of layer {layer}": target.arrays["k", layer][5 - at].tolist()
         for at in (0, 1)
@@ -221,7 +223,11 @@ def test_bytes_of_cells_that_differ_are_read_by_name_and_bounded(monkeypatch):
     ):
         with monkeypatch.context() as bounded:
             bounded.setattr(cells_module, name, most)
-            assert [list(piece) for piece in bytes_of(there, differ, with_bytes)] == pieces
+            kept = bytes_of(there, differ, everything, with_bytes)
+            assert [list(piece) for piece in kept] == pieces
+    sample = np.array([0, 1, cells.columns + 2, 2 * cells.columns])
+    (found,) = bytes_of(there, differ, sample, with_bytes)
+    assert list(found) == [names[0], names[3]]
 
 
 def test_digests_of_other_cells_are_no_digests_to_compare():
