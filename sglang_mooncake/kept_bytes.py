@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that have landed and differ from what was sent, in files for who looks for the cause. A
-thread writes them: a disk that is slow keeps no request waiting."""
+"""Bytes that differ between the two sides of a hand-over, as this rank has them, in files for who
+looks for the cause. A thread writes them: a disk that is slow keeps no request waiting."""
 
 from __future__ import annotations
 
