@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 #: In the directory, of all ranks that share it; those that are there are of the first differences,
 #: which mostly tell more than those behind them.
 FILES_MAX = 64
-#: Requests whose bytes are being read, or are yet to be written.
+#: Requests whose bytes are in memory: they are being read, are yet to be written, or are being
+#: written.
 _UNWRITTEN_MAX = 4
 #: So long after a file that could not be written no other is tried.
 _REST_S = 10.0
@@ -74,7 +75,7 @@ class KeptBytes:
             self._not_kept(room, "the last file could not be written")
             return False
         if not self._places.acquire(blocking=False):
-            self._not_kept(room, f"those of {_UNWRITTEN_MAX} others are yet to be written")
+            self._not_kept(room, f"those of {_UNWRITTEN_MAX} others are not written yet")
             return False
         return True
 
@@ -99,7 +100,6 @@ class KeptBytes:
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
-            self._places.release()
             try:
                 path = self._write(one)
             except Exception as error:
@@ -118,6 +118,9 @@ class KeptBytes:
                     len(one.cells),
                     path,
                 )
+            finally:
+                del one  # its bytes, before others take the place
+                self._places.release()
 
     def _write(self, one: _Difference) -> Path:
         path, descriptor = self._new_file()
