@@ -63,9 +63,10 @@ class SentLately:
         self._items = 0
 
     def add(self, asked: Digest, message: RoomDigests) -> None:
-        one = SentDigest(asked, message)
-        self._sent[asked.peer, message.room, message.generation] = one
-        self._items += one.items
+        key, one = (asked.peer, message.room, message.generation), SentDigest(asked, message)
+        former = self._sent.pop(key, None)
+        self._items += one.items - (former.items if former is not None else 0)
+        self._sent[key] = one
         while len(self._sent) > ROOMS_MAX or self._items > ITEMS_MAX:
             self._items -= self._sent.pop(next(iter(self._sent))).items
 

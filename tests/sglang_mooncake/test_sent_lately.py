@@ -69,3 +69,11 @@ def test_the_latest_are_known_and_no_more_than_there_is_room_for(
         assert known == [False, True, True]
     add(lately, 1, items=items_max + 1)
     assert not is_known(lately, 1, items=items_max + 1)
+
+
+def test_digests_that_are_made_once_more_take_the_place_of_the_former_ones(monkeypatch) -> None:
+    monkeypatch.setattr(sent_lately, "ITEMS_MAX", 20)
+    lately = SentLately()
+    for number in (1, 1, 2):
+        add(lately, number, items=10)
+    assert [is_known(lately, number, items=10) for number in (1, 2)] == [True, True]
