@@ -304,6 +304,8 @@ class PrefillLinks:
                 self.send(
                     key, LinkReset(f"{self._name} has no data connection to this decode rank")
                 )
+            case RoomDiffers():
+                pass  # The data connection was lost meanwhile, as the log has told.
             case _:
                 self._refusals.note(key, f"a prefill rank takes no {type(message).__name__}")
 

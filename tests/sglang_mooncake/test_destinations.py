@@ -14,7 +14,15 @@ from handover import LAYERS, PATIENT, WAIT_S, Handover, handover, until
 import te
 from sglang_mooncake.layout import ALONE, Buffers
 from sglang_mooncake.links.destinations import PER_ENGINE_MAX, Destination, Destinations, NoDataPath
-from sglang_mooncake.messages import Hello, HelloReply, LinkReset, Message, encode
+from sglang_mooncake.messages import (
+    Hello,
+    HelloReply,
+    LinkReset,
+    Message,
+    RoomDiffers,
+    RoomWait,
+    encode,
+)
 from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.states import RoomState
@@ -96,6 +104,20 @@ def test_rooms_of_a_decode_rank_whose_control_connection_goes_end(pair):
     pair.decode.side.close()  # its engine lives on
     until(lambda: source.view.over, "the prefill room does not wait for a word that cannot come")
     assert "lost the control connection" in (source.view.reason or "")
+
+
+def test_a_difference_that_is_told_behind_the_end_of_the_data_connection_is_no_violation(
+    pair, caplog
+):
+    with zmq.Context() as context:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{pair.prefill.port}")
+        for message in (RoomDiffers(1, 1, ()), RoomWait(1, 1)):
+            dealer.send(encode(message))
+        answer = heard(dealer)
+        dealer.close(linger=0)
+    assert isinstance(answer, LinkReset)
+    assert "RoomDiffers" not in caplog.text
 
 
 def test_a_card_that_no_engine_could_have_made_is_refused(pair):
