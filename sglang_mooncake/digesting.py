@@ -122,6 +122,7 @@ class SentDigests:
     _lately: SentLately = field(default_factory=SentLately)
     _lately_lock: threading.Lock = field(default_factory=threading.Lock)
     _unmade: _Unmade = field(default_factory=lambda: _Unmade())
+    _pace: Pace = field(default_factory=Pace)  # of what looks again have found
     #: Beside `_unmade`, since any decode rank can have as many lines of these as it likes.
     _unasked: _Unmade = field(default_factory=lambda: _Unmade())
     _thread: DigestThread = field(default_factory=lambda: DigestThread("kv-prefill-digests"))
@@ -215,7 +216,9 @@ class SentDigests:
         finally:
             if self.kept is not None and is_kept:
                 self.kept.keep(said.room, reason, cells)
-        logger.warning("%s", reason)
+        more = self._pace.more()
+        if more is not None:
+            logger.warning("%s%s", reason, more)
 
 
 @dataclass(frozen=True, slots=True)

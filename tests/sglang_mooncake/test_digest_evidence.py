@@ -232,6 +232,25 @@ def test_bytes_that_change_behind_their_reading_are_not_kept(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_differences_are_logged_at_a_bounded_rate(tmp_path, caplog):
+    """Each is kept all the same."""
+    with pair_of(source_verify_dir=tmp_path) as pair:
+        digests = pair.decode.side._digests
+        landed = digests.landed
+
+        def spoilt(compare: Any) -> Any:
+            completion = landed(compare)
+            if completion is not None:
+                pair.target.kv[0, TARGETS[0]] ^= 1
+            return completion
+
+        digests.landed = spoilt
+        for number in (1, 2):
+            hand_over(pair, number)
+            until(lambda of=number: len(list(tmp_path.iterdir())) == of, "its bytes are kept")
+    assert caplog.text.count("is not the one that was sent") == 1
+
+
 def test_digests_that_are_no_longer_known_are_not_looked_at_again(monkeypatch, caplog):
     monkeypatch.setattr(sent_lately, "ROOMS_MAX", 0)
     with pair_of() as pair, faulty(pair, FAULTS[0]):
