@@ -22,7 +22,7 @@ from te.core.sync cimport (
 from te.core.tags cimport Identity, Opening
 from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
-from te.core.worker cimport Command, Polled, Silence, Spin, Worker, silence_lasts
+from te.core.worker cimport Command, Polled, Silence, Spin, Worker, counts_most_ns, silence_lasts
 
 # Why a link died or a transfer failed; te/reasons.py makes the sentences. A transport's own reasons
 # begin with 20.
@@ -205,7 +205,8 @@ cdef inline bint link_lock(Link *link, Worker *w) noexcept nogil:
 
 cdef inline bint is_too_silent(Link *link, Silence *s, u64 moved_ns, u64 now) noexcept nogil:
     """At a check: whether nothing has moved for as long as makes a stall."""
-    return silence_lasts(s, moved_ns, now, 2 * link.plane.workers.check_ns) > link.plane.stall_ns
+    cdef u64 stall_ns = link.plane.stall_ns
+    return silence_lasts(s, moved_ns, now, counts_most_ns(link.plane.workers.check_ns, stall_ns)) > stall_ns
 
 
 cdef inline u32 rails_of(Link *link) noexcept nogil:

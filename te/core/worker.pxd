@@ -124,6 +124,10 @@ cdef struct Workers:
 # time in which its worker did not run.
 cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept nogil
 
+# Of the time between two checks, which is to be `check_ns`, what counts at most. A few checks make a stall however
+# seldom this process runs, and behind the longest freeze a peer has most of `stall_ns` to answer.
+cdef u64 counts_most_ns(u64 check_ns, u64 stall_ns) noexcept nogil
+
 # Of what has nothing to do for `adopted`, `look` and `stop`; the others are NULL.
 cdef PolledOps plain_polled_ops() noexcept
 

@@ -52,6 +52,10 @@ cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept 
     return s.lasted_ns
 
 
+cdef u64 counts_most_ns(u64 check_ns, u64 stall_ns) noexcept nogil:
+    return max(2 * check_ns, stall_ns / 4)
+
+
 # -- setting up
 
 cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.pure
 
 _U64 = ctypes.c_uint64
 _lasts = function("te.core.worker", "silence_lasts", _U64, ctypes.c_void_p, _U64, _U64, _U64)
+_counts_most = function("te.core.worker", "counts_most_ns", _U64, _U64, _U64)
 MOST = 20
 
 
@@ -24,8 +25,8 @@ class Silence:
     def __init__(self) -> None:
         self._kept = (_U64 * 3)()
 
-    def check(self, now: int, moved: int) -> int:
-        return int(_lasts(ctypes.byref(self._kept), moved, now, MOST))
+    def check(self, now: int, moved: int, most: int = MOST) -> int:
+        return int(_lasts(ctypes.byref(self._kept), moved, now, most))
 
 
 def test_it_lasts_from_the_check_that_saw_it_first() -> None:
@@ -47,6 +48,15 @@ def test_time_without_a_check_does_not_count() -> None:
         MOST,
         MOST + 10,
     ]
+
+
+@given(st.integers(1, 50), st.integers(0, 2_000))
+def test_a_few_checks_make_a_stall_however_seldom_a_process_runs(check: int, gap: int) -> None:
+    """A freeze alone makes none."""
+    stall = 200
+    one, most = Silence(), int(_counts_most(check, stall))
+    lasted = [one.check(1 + n * (stall + gap), 1, most) for n in range(6)]
+    assert lasted[1] < stall < lasted[5]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.booleans()), min_size=1))
