@@ -195,7 +195,8 @@ cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
         state = c.protocol.receive(c, True)
         if state != MOVED or load32(&look.t.status) != PENDING:
             break
-    store32(&c.looked, suspicion)
+    if state != LEFT_TO_WORKER:  # What the first transfer waits for may be what was left.
+        store32(&c.looked, suspicion)
     if may_send or load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
         polled_kick(&c.polled)  # There is something to send, or to begin.
     if state == WAITING and sleeps and load32(&look.t.status) == PENDING:
