@@ -24,7 +24,7 @@ from kvstore.values import parse_bytes, typed
 __all__ = ["CHUNK_BYTES_MAX", "Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
-OWNERS: Final = ("rank", "host")
+OWNERS: Final = ("host", "rank")
 SIZES: Final = ("memory", "chunk_bytes", "disk_size", "objects_size")
 """Settings that may be texts such as "16GiB"."""
 NO_KEYS: Final = Keys()
@@ -45,7 +45,7 @@ class Config:
     Raises ``ValueError`` that names the field and its value when one is out of range.
     """
 
-    #: Memory that this process lends to the store, in bytes; 0 lends none.
+    #: Memory that this host lends to the store (``owner``), in bytes; 0 lends none.
     memory: int = 0
     #: Where the memory is kept, so that it outlives the process: a file of its own, on a tmpfs such
     #: as /dev/shm, or on a disk, whose pages RDMA devices refuse to register. Without it the memory
@@ -69,11 +69,11 @@ class Config:
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
     directory: Path = field(default_factory=_own_directory)
-    #: Whose the memory is: "rank", this process's own, which goes with it; or "host": that of one
-    #: process for all of this user's on this host, which the first one starts that needs it, and
-    #: which stays when they end. Then ``memory``, ``file``, ``disk``, ``objects`` and their like
-    #: are that process's, once for the host, and those of the one that has started it count.
-    owner: str = "rank"
+    #: Whose the memory is: "host": that of one process for all of this user's on this host, which
+    #: the first one starts that needs it, and which stays when they end. Then ``memory``, ``file``,
+    #: ``disk``, ``objects`` and their like are that process's, once for the host, and those of the
+    #: one that has started it count. Or "rank": this process's own, which goes with it.
+    owner: str = "host"
     #: How long that process stays when nobody uses it any more.
     linger_s: float = 600.0
     #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,

@@ -422,6 +422,11 @@ class Store:
         return self._owners.with_owner(status) if isinstance(self._owners, HostPool) else status
 
     @property
+    def lenders(self) -> int:
+        """How many owners lend memory that objects can be stored in now."""
+        return sum(map(bool, self._owners.ranks_of_puts))
+
+    @property
     def knows_all(self) -> bool:
         """Whether this process knows what all owners hold that were there when it last looked, half
         a second ago at most. One that does not answer is not known."""

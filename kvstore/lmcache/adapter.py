@@ -112,6 +112,7 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 "the store reads into LMCache's memory, which must be one range, and was told of"
                 f" {l1_memory_desc}; use an L1 in ordinary host memory"
             )
+        self._memory_bytes = lent.memory
         self._weights, self._timeout_s = config.weights, config.timeout_s
         self._numbers = itertools.count()
         self._closing = threading.Event()
@@ -303,12 +304,12 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def report_status(self) -> dict[str, Any]:
         """For LMCache's status page."""
         now = self._store.status()
-        usable = sum(one.usable for one in now.owners) + (now.own is not None)
+        usable = self._store.lenders
         return {
             "is_healthy": bool(usable) and not self._stuck,
             "type": type(self).__name__,
             "reason": self._stuck or ("" if usable else "no process lends memory to the store"),
-            "memory_bytes": now.memory,
+            "memory_bytes": self._memory_bytes,
             "usable_owners": usable,
             "known_objects": len(self._store),
             "own_objects": len(self._books),

@@ -136,6 +136,7 @@ class Ours(Contender):
     def open(self, memory: npt.NDArray[np.uint8], lent: int) -> None:
         """See ``Contender``."""
         lender = Config(
+            owner="rank",
             memory=lent,
             directory=self.folder / "s",
             engine=te.Config(transports=self.transports, status_dir=None),
@@ -143,9 +144,7 @@ class Ours(Contender):
         if not self.is_own:
             arguments = [str(lender.directory), str(lent), *self.transports]
             self.start_module("kvstore_tools.bench.lend", *arguments)
-        config = Config(
-            memory=lent if self.is_own else 0, directory=lender.directory, engine=lender.engine
-        )
+        config = lender if self.is_own else lender.lending_nothing
         self._store = self.undo.enter_context(Store(config))
         self._store.register(memory)
         self._signature = Signature(

@@ -95,6 +95,7 @@ def _store(directory: Path, memory: int, size: int) -> Iterator[tuple[Store, Pat
         tempfile.TemporaryDirectory(prefix="kv", dir=directory) as disk,
         Store(
             Config(
+                owner="rank",
                 memory=memory,
                 disk=Path(disk),
                 disk_size=size,

@@ -16,7 +16,8 @@ def main() -> None:
     """Says "ready" once it can be used."""
     directory, lent, *transports = sys.argv[1:]
     engine = te.Config(transports=tuple(transports), status_dir=None)
-    with Store(Config(memory=int(lent), directory=Path(directory), engine=engine)):
+    config = Config(owner="rank", memory=int(lent), directory=Path(directory), engine=engine)
+    with Store(config):
         print("ready", flush=True)  # noqa: T201
         sys.stdin.read()
 

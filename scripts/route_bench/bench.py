@@ -80,7 +80,7 @@ class Bench:
             servers = [self._prefill_server(plain, f"prefill-{n}") for n in range(options.prefill)]
             self._prefill = {way: servers for way in options.ways if way != "ours+store"}
         if "ours+store" in options.ways:
-            stored = with_store(plain, directory, self._store_memory())
+            stored = with_store(plain, directory, self._store_memory(), linger_s=1)
             self._prefill["ours+store"] = [
                 self._prefill_server(stored, f"prefill-store-{n}") for n in range(options.prefill)
             ]
@@ -140,10 +140,10 @@ class Bench:
         return self._fleet.server("prefill", replace(options, extra_args=args), name=name)
 
     def _store_memory(self) -> str:
-        """Of each server: all prompts of all rounds have room in them together, twice."""
+        """Of the host: all prompts of all rounds have room there, twice."""
         options = self._options
         tokens = sum(self._load(name, 0).tokens for name in self._loads) * options.rounds
-        nbytes = 2 * tokens * self._size.kv_bytes_per_token // options.prefill
+        nbytes = 2 * tokens * self._size.kv_bytes_per_token
         return f"{(nbytes >> 20) + 64}MiB"
 
     def _load(self, name: str, number: int) -> Load:

@@ -155,6 +155,7 @@ class Bench:
         """Of a server on the store. Models are so small that it is never worth it to load their
         pages, so they are always loaded. ``more``: as `with_store`."""
         more.setdefault("admission", False)
+        more.setdefault("owner", "rank")  # Servers that follow several owners.
         plain = ServerOptions(
             model,
             max_total_tokens=CACHE_TOKENS,

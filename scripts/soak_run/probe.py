@@ -132,7 +132,8 @@ def main() -> None:
     engine = te.Config(
         status_dir=None, transports=spec.transports, connect_timeout_s=2.0, stall_timeout_s=1.0
     )
-    with Store(replace(Config.of(spec.settings), engine=engine)) as store:
+    config = replace(Config.of(spec.settings), owner="rank", engine=engine)
+    with Store(config) as store:
         probe = Probe(store, spec.timeout_s)
         probe.store_all(spec.owners)
         print(BEGUN, flush=True)

@@ -11,7 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ def pid_of(store: Store) -> int:
 
 
 def pids(directory: Path) -> list[int]:
-    """Owners that servers have started in a directory, which live."""
+    """Owners that servers have started in a directory, or below it, which live."""
     found = []
     for one in Path("/proc").iterdir():
         if one.name.isdecimal():
@@ -51,7 +54,8 @@ def pids(directory: Path) -> list[int]:
                 leads = os.getsid(int(one.name)) == int(one.name)
             except OSError:
                 continue
-            is_owner = b"-c" in words and os.fsencode(directory) in words and not leads
+            is_there = any(word.startswith(os.fsencode(directory)) for word in words)
+            is_owner = b"-c" in words and is_there and not leads
             if is_owner and is_alive(int(one.name)):
                 found.append(int(one.name))
     return found
@@ -79,6 +83,16 @@ def end_all(directory: Path) -> None:
         assert time.monotonic() < deadline_s
         for one in found:
             kill(one)
+
+
+@contextmanager
+def store_directory() -> Iterator[Path]:
+    """Of one test or file alone, and short enough for sockets. Owners of it end behind that."""
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        try:
+            yield Path(path)
+        finally:
+            end_all(Path(path))
 
 
 class User:

@@ -264,7 +264,7 @@ def test_settings_for_a_process_that_is_started_are_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("owner", "me", "is none of rank, host"),
+        ("owner", "me", "is none of host, rank"),
         ("linger_s", -1.0, "0 or more"),
         ("linger_s", math.nan, "0 or more"),
     ],

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store_host import store_directory
 
 with warnings.catch_warnings():  # OpenTelemetry's and others', as LMCache is imported
     warnings.simplefilter("ignore")
@@ -22,8 +22,8 @@ with warnings.catch_warnings():  # OpenTelemetry's and others', as LMCache is im
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """Of this test alone; pytest's own are too long for the address of a socket."""
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture

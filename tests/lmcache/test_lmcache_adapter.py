@@ -112,7 +112,7 @@ def test_a_server_that_is_started_again_loads_what_it_has_stored(directory: Path
     try:
         for _ in range(2):
             level1 = Level1()
-            one = StoreL2Adapter(config(directory, owner="host"), l1_memory_desc=level1.desc)
+            one = StoreL2Adapter(config(directory), l1_memory_desc=level1.desc)
             try:
                 if not mine:
                     mine = level1.objects(N, seed=1)
@@ -331,7 +331,7 @@ def test_a_batch_that_finds_no_slots_is_stored_while_others_are_evicted(
             assert store(small, names, mine).is_successful()
         status = small.report_status()
         assert status["puts"]["no space"] > 0, "some have waited"
-        assert small._store.status().own.evicted > 0
+        assert small._store.figures().own.evicted > 0
         back = level1.objects(16, 2 * MIB, None, shape, dtype)
         assert load(small, names, back)
     finally:

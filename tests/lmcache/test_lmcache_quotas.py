@@ -202,7 +202,7 @@ def test_what_a_look_up_has_found_is_pinned_until_it_is_unlocked(
     adapter: StoreL2Adapter, other: StoreL2Adapter, level1: Level1
 ) -> None:
     store(adapter, KEYS, level1.objects(N, seed=1))
-    own = adapter._store.status
+    own = adapter._store.figures
     assert look_up(adapter, [*KEYS, key(99)], LAYOUTS) == ALL
     until(lambda: look_up(other, KEYS, {}) == ALL, "the owner's announcements")
     assert adapter.report_status()["locked_objects"] == N
@@ -226,7 +226,7 @@ def test_another_servers_pins_are_not_taken_back(
     until(lambda: look_up(other, KEYS, LAYOUTS) == ALL, "the owner's announcements")
     other.submit_unlock(KEYS)
     assert look_up(other, KEYS[:1], LAYOUTS) == [0]  # Its unlocks are a lane of their own.
-    assert adapter._store.status().own.pinned == N
+    assert adapter._store.figures().own.pinned == N
 
 
 def test_what_is_locked_is_not_deleted(adapter: StoreL2Adapter, level1: Level1) -> None:
@@ -251,7 +251,7 @@ def test_what_is_locked_is_not_evicted(directory: Path, monkeypatch: pytest.Monk
         for batch in range(1, 13):
             names = [key(100 * batch + one) for one in range(16)]
             store(small, names, level1.objects(16, 0, batch, shape, torch.uint8))
-        assert small._store.status().own.evicted > 0
+        assert small._store.figures().own.evicted > 0
         assert load(small, [key(7)], level1.objects(1, 0, None, shape, torch.uint8)) == [0]
     finally:
         small.close()

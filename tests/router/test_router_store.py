@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, answers, run, until
-from store_host import end_all, pid_of, shared
+from store_host import end_all, pid_of, shared, store_directory
 from store_makers import SIG, TIMEOUT_S, config
 from store_makers import until as soon
 from store_objects import MIB, filled
@@ -40,8 +39,8 @@ PROMPT = list(range(10 * PAGE))
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 def keys_of(tokens: Sequence[int]) -> PageKeys:

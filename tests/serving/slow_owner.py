@@ -146,6 +146,7 @@ def main() -> int:
             ServerOptions(make_llama(SIZE), host=NEAR),
             place / "s",
             "0",
+            owner="rank",  # What has come once over the network does not stay on this host.
             index=redis.url,
             secret_file=str(secret),
         )

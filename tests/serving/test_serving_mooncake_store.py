@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush
 from cpu_serving.traffic import Answer, compare, make_requests, send_all
+from store_host import store_directory
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
@@ -41,8 +41,8 @@ def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 def server(fleet: Fleet, directory: Path, name: str, segment_bytes: int, master: str) -> Server:

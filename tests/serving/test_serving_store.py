@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from cpu_serving.store import flush
 from cpu_serving.traffic import compare, make_requests, send_all
 from patient import patient
 from prometheus_client.parser import text_string_to_metric_families
+from store_host import store_directory
 from store_redis import redis_server
 from store_servers import (
     PAGE,
@@ -44,6 +44,7 @@ from store_servers import (
 )
 
 from bootstrap_server.admission.secret_file import write_secret_file
+from kvstore.client.status import with_owner
 from kvstore.metrics.table import PREFIX, Key, counters
 from kvstore.objects.weights import identity
 from sglang_mooncake.metrics import RANK_LABELS
@@ -61,8 +62,8 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Place(Path(path))
+    with store_directory() as path:
+        yield Place(path)
 
 
 NONE = [0] * len(REQUESTS)
@@ -220,16 +221,17 @@ def test_an_update_of_the_weights_makes_old_pages_unknown(
     ],
 )
 def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: str) -> None:
-    """Each page is at two owners. One owner is killed while a server, which has no memory of its
-    own, reads from them; then another, once each page is at two again. If they meet at an index,
-    that is killed first, and comes back empty."""
+    """Each page is at two owners, which a server follows itself ("rank"). One owner is killed while
+    the server, which has no memory of its own, reads from them; then another, once each page is at
+    two again. If they meet at an index, that is killed first, and comes back empty."""
     requests = make_requests(24, PROMPT, seed=23)
     pages = sum(map(stored_pages, requests))
     expected = reference.answers("llama", requests)
-    with tempfile.TemporaryDirectory(prefix="kv") as path, redis_server() as redis:
-        place, where = Place(Path(path)), []
+    with store_directory() as path, redis_server() as redis:
+        place, where = Place(path), []
         # As a user's: what is at an owner that is gone is stored again soon.
         told: dict[str, Any] = {"request_timeout_s": 2.0, "load_timeout_s": 10.0}
+        told |= {"owner": "rank"}
         if meet == "at an index":
             told |= {"index": redis.url, "secret_file": str(place.path / "secret")}
             write_secret_file(told["secret_file"])
@@ -290,8 +292,8 @@ def metrics(server: Server) -> dict[Key, float]:
 
 
 def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference: Reference) -> None:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        place = Place(Path(path))
+    with store_directory() as path:
+        place = Place(path)
         model = make_model("llama")
         options = place.options(model)
         options = replace(options, extra_args=(*options.extra_args, "--enable-metrics"))
@@ -303,9 +305,10 @@ def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference:
             assert not compare(reference.answers("llama", REQUESTS), answers)
             until(lambda: puts(place) >= PAGES_OF_PREFILL, "the pages are stored")
             flush(pair.prefill)
-        (status,) = place.statuses()
-        assert status.gets["right"] == sum(all_pages()) // PAGE
-        told = counters(status)
+        mine, host = sorted(place.statuses(), key=lambda one: one.own is not None)
+        assert mine.gets["right"] == sum(all_pages()) // PAGE
+        told = counters(with_owner(mine, host, host.own))
+        assert told["published_total", ()] == PAGES_OF_PREFILL
         until(lambda: told.items() <= metrics(pair.prefill).items(), "SGLang's /metrics has it")
         for server in (pair.prefill, pair.decode):
             assert leaked_pages(server) == 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, Server, wait_ready
 from cpu_serving.store import flush
 from cpu_serving.traffic import compare
-from store_host import end_all, pids
+from store_host import pids, store_directory
 from store_servers import REQUESTS, Place, all_pages, ask, hit_all, hits, puts, stored_pages, until
 
 KILLS = 5
@@ -28,17 +27,15 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        place = Place(Path(path))
-        yield place
-        end_all(place.directory)
+    with store_directory() as path:
+        yield Place(path)
 
 
 def test_servers_and_the_owner_are_killed_and_hits_go_on(
     nursery: Nursery, place: Place, reference: Reference, tmp_path: Path
 ) -> None:
     expected = reference.answers("llama", REQUESTS)
-    options = place.options(make_model("llama"), owner="host")
+    options = place.options(make_model("llama"))
 
     def started(fleet: Fleet, name: str) -> Server:
         server = fleet.server("single", options, name=name)

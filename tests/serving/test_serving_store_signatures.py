@@ -4,7 +4,6 @@ without signatures they take them and answer with other tokens."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import SHIM, Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_linker
 from cpu_serving.traffic import Answer, compare
+from store_host import store_directory
 from store_servers import (
     REQUESTS,
     Lender,
@@ -43,8 +43,8 @@ def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Place(Path(path))
+    with store_directory() as path:
+        yield Place(path)
 
 
 def of_dtype(options: ServerOptions, dtype: str) -> ServerOptions:
@@ -90,10 +90,10 @@ def test_pages_of_two_dtypes_have_one_size(
     (status,) = [one for one in place.statuses() if one.lookups.get("rejected")]
     assert status.lookups["rejected"] >= sum(all_pages()) // 16 - len(REQUESTS)
     with (
-        tempfile.TemporaryDirectory(prefix="kv") as path,
+        store_directory() as path,
         Fleet(tmp_path / "unsigned", nursery) as others,
     ):
-        place = Place(Path(path))
+        place = Place(path)
         wrong = after_another(others, place, unsigned(of("bfloat16")), unsigned(of("float16")))
     assert max(hits(wrong)) > 0
     assert compare(right, wrong)
@@ -111,11 +111,11 @@ def test_pages_of_two_ranks_have_one_size(
     assert hits(signed) == all_pages()
     assert not compare(right, signed)
     with (
-        tempfile.TemporaryDirectory(prefix="kv") as path,
+        store_directory() as path,
         Fleet(tmp_path / "unsigned", nursery) as others,
-        Lender(Place(Path(path))),
+        Lender(Place(path)),
     ):
-        place = Place(Path(path))
+        place = Place(path)
         options = unsigned(replace(place.options(model, memory="0"), tp=2))
         _, wrong = asked_twice(others, place, options)
     assert max(hits(wrong)) > 0

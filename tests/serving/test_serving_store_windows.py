@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_hicache
 from cpu_serving.traffic import compare, send_all
+from store_host import store_directory
 from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, knows_all, until
 
 from kvstore.memory.slab import UNIT_BYTES, Slab
@@ -36,8 +36,8 @@ def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Place(Path(path))
+    with store_directory() as path:
+        yield Place(path)
 
 
 def started(fleet: Fleet, options: ServerOptions, name: str) -> Server:

@@ -4,13 +4,13 @@ how a rank learns what computing takes."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from store_host import store_directory
 
 from kvstore.client.admission import MEASURED_MIN
 from kvstore.client.owners import OWN
@@ -32,8 +32,8 @@ COMPUTE_S, SLOW_S, FAST_S = 1000.0, 5000.0, 0.01
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from store_host import store_directory
 
 pytestmark = [
     pytest.mark.sglang,
@@ -27,8 +27,8 @@ KINDS = [
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from store_host import store_directory
 
 from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.config import Config
@@ -29,8 +29,8 @@ pytestmark = [
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture(params=["mha_pool", "mla_pool"])

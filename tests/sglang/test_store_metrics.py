@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from store_host import store_directory
 
 pytestmark = [
     pytest.mark.sglang,
@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture

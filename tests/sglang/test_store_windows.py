@@ -4,13 +4,13 @@ of a prefix alone."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from store_host import store_directory
 
 if TYPE_CHECKING:
     from sglang_mooncake.sglang.store.linker import StoreLinker
@@ -24,8 +24,8 @@ pytestmark = [
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture(params=["windows_pool", "windows_mla_pool"])

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from store_host import store_directory
 from vllm_makers import Rank
 
 from sglang_mooncake.context import Deadlines
@@ -32,8 +32,8 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """Of this test alone; pytest's own are too long for the address of a socket."""
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from cpu_serving.vllm_servers import (
     reset,
     start_vllm,
 )
+from store_host import store_directory
 
 from sglang_mooncake.sglang.running import environment_for
 
@@ -62,12 +62,12 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     model = make_model("llama")
     logs = tmp_path_factory.mktemp("vllm")
-    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(logs) as fleet:
-        alone = start_vllm(fleet, "alone", model, Path(path))
+    with store_directory() as path, Fleet(logs) as fleet:
+        alone = start_vllm(fleet, "alone", model, path)
         wait_ready([alone])
         expected = good(ask(alone, REQUESTS))
         alone.stop()
-        yield Place(fleet, Path(path), model, expected)
+        yield Place(fleet, path, model, expected)
 
 
 def good(answers: list[Answer]) -> list[Answer]:

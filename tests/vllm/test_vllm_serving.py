@@ -6,7 +6,6 @@ The test's own process lends the memory, so that it can spoil what lies there.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.store_status import outcomes
 from cpu_serving.traffic import Answer, Request, compare, make_requests
 from cpu_serving.vllm_servers import BLOCK, VllmServer, ask, reset, start_vllm, store_flags
+from store_host import store_directory
 
 import te
 from kvstore.config import Config
@@ -34,6 +34,8 @@ PAGES = sum(len(one.input_ids) // BLOCK for one in REQUESTS)
 #: vLLM computes the last token of a prompt in any case.
 CACHED = [len(one.input_ids) // BLOCK * BLOCK for one in REQUESTS]
 OTHERS = {"weights": "the same model, by another name"}
+#: The test itself lends the memory, which servers read.
+OWN = {"owner": "rank"}
 #: The server has fewer blocks than these requests need together in the end.
 BLOCKS = 64
 LONG = make_requests(8, 300, seed=32, new_tokens=200)
@@ -49,14 +51,15 @@ def until(condition: Callable[[], Any], what: str) -> None:
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     """Where the store's processes find each other, and `XDG_RUNTIME_DIR` of the servers."""
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def owner(place: Path) -> Iterator[Store]:
     """Lends the memory."""
-    config = Config(directory=place / "kvstore", memory=64 << 20, engine=te.Config(status_dir=None))
+    engine = te.Config(status_dir=None)
+    config = Config(owner="rank", directory=place / "kvstore", memory=64 << 20, engine=engine)
     with Store(config) as store:
         yield store
 
@@ -75,7 +78,7 @@ def servers(
     model = make_model("llama")
     alone = start_vllm(fleet, "alone", model, place)
     few = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"]
-    flags = [*store_flags("0", place), *few]
+    flags = [*store_flags("0", place, **OWN), *few]
     server = start_vllm(fleet, "server", model, place, flags, core=1)
     wait_ready([alone, server])
     expected = answered(alone), answered(alone, LONG)
@@ -153,7 +156,11 @@ def test_a_server_with_other_weights_takes_nothing(
     fleet: Fleet, expected: list[Answer], stored: Store, place: Path
 ) -> None:
     stranger = start_vllm(
-        fleet, "stranger", make_model("llama"), place, store_flags("0", place, **OTHERS)
+        fleet,
+        "stranger",
+        make_model("llama"),
+        place,
+        store_flags("0", place, **OWN, **OTHERS),
     )
     wait_ready([stranger])
     answers = answered(stranger)

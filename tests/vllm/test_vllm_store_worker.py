@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,10 +227,14 @@ def test_settings_are_checked() -> None:
 
 
 def test_the_schedulers_process_lends_nothing(tmp_path: Path) -> None:
+    """By itself: with an owner of the host it wants the same one as the workers."""
+    assert Options.of({"memory": "8MiB"}).asking.memory == 8 << 20
     lent = {"memory": "8MiB", "disk": str(tmp_path), "disk_size": "64MiB", "copies": 2}
+    lent |= {"owner": "rank"}
     asking = Options.of(lent).asking
     assert (asking.memory, asking.disk, asking.disk_size) == (0, None, 0)
     assert asking.copies == 2
-    assert Options.of({"memory": "8MiB", "file": str(tmp_path / "slab")}).asking.file is None
-    lent = {"memory": "8MiB", "objects": "memory://", "objects_size": "64MiB"}
+    more: dict[str, Any] = {"owner": "rank", "memory": "8MiB"}
+    assert Options.of(more | {"file": str(tmp_path / "slab")}).asking.file is None
+    lent = more | {"objects": "memory://", "objects_size": "64MiB"}
     assert not Options.of(lent).asking.has_tier

@@ -124,6 +124,7 @@ class Rank:
         ]
         self.store = Store(
             Config(
+                owner="rank",  # So that tests can spoil what lies there.
                 directory=directory,
                 memory=memory,
                 request_timeout_s=TIMEOUT_S,

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Self
 
 import numpy as np
 import pytest
+from store_host import store_directory
 
 import te
 from kvstore.client.following import Followed
@@ -57,8 +57,8 @@ def store_of(directory: Path, **more: object) -> MooncakeDistributedStore:
 
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
+    with store_directory() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_setup_waits_for_what_others_have(lender, directory, monkeypatch) -> Non
 
     lender.put("k", b"theirs")
     monkeypatch.setattr(Followed, "_on_hello", late)
-    store = store_of(directory)
+    store = store_of(directory, owner="rank")
     given = ("o", "s", 0, BUFFER, "tcp", "", "m:1")
     with ThreadPoolExecutor() as threads:
         result = threads.submit(store.setup, *given)
@@ -357,7 +357,7 @@ def test_one_that_does_not_answer_holds_setup_up_for_a_while(
 ) -> None:
     monkeypatch.setattr(opened_module, "SETTLE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(Followed, "_on_hello", lambda one, answer: None)
-    store = store_of(directory)
+    store = store_of(directory, owner="rank")
     assert store.setup("o", "s", 0, BUFFER, "tcp", "", "m:1") == 0
     assert "not all processes that lend memory have answered within 0.01 s" in caplog.text
     store.close()
@@ -373,8 +373,8 @@ def test_one_that_lends_nothing_uses_what_others_lend(store, directory) -> None:
 
 
 def test_without_anybody_who_lends_a_put_fails(tmp_path) -> None:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        alone = store_of(Path(path))
+    with store_directory() as path:
+        alone = store_of(path)
         assert alone.setup("h", "s", 0, BUFFER, "tcp", "", "m") == 0
         assert alone.put("k", b"v") == -900
         assert alone.close() == 0
@@ -456,15 +456,16 @@ def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> 
 
 @pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_its_parents_store_alone() -> None:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        ended(ENDS_WITH_A_CHILD, Path(path))
+    with store_directory() as path:
+        ended(ENDS_WITH_A_CHILD, path, owner="rank")
 
 
 @pytest.mark.slow
 def test_what_lies_in_memory_when_the_interpreter_ends_goes_to_the_disk(tmp_path) -> None:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        ended(ENDS_WITH_A_DISK, Path(path), disk=str(tmp_path / "disk"), disk_size=64 << 20)
-        again = store_of(Path(path), disk=tmp_path / "disk", disk_size=64 << 20)
+    with store_directory() as path:
+        own = {"owner": "rank", "disk": str(tmp_path / "disk"), "disk_size": 64 << 20}
+        ended(ENDS_WITH_A_DISK, path, **own)
+        again = store_of(path, **own)
         assert again.setup("h", "P2PHANDSHAKE", MEMORY, BUFFER, "tcp", "", "m:1") == 0
         assert [again.get(str(i)) for i in range(6)] == [bytes([i]) * (256 << 10) for i in range(6)]
         assert again.close() == 0

@@ -78,8 +78,7 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
     memory = f"{options.requests * options.prompt * size.kv_bytes_per_token // 700_000 + 64}MiB"
     with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(run_dir) as fleet:
         # One process for the host owns the memory: a server that is started again finds it.
-        host = {"owner": "host", "linger_s": 1}
-        stored = with_store(ServerOptions(model), Path(directory), memory, **host)
+        stored = with_store(ServerOptions(model), Path(directory), memory, linger_s=1)
         alone = _ready(fleet, plain, "alone")
         expected = _ask(alone, requests, "requests to a server without a store")
         alone.stop()

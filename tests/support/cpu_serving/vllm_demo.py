@@ -126,7 +126,7 @@ def _on_the_store(
     starter: _Starter, tp: int, expected: Sequence[Answer], requests: Sequence[Request]
 ) -> list[Way]:
     place = starter.place
-    first = starter.start("first", store_flags("64MiB", place), 1, tp)
+    first = starter.start("first", store_flags("64MiB", place, linger_s=1), 1, tp)
     _wait("a server with the store", [first])
     cold = _ask(first, requests)
     stored = Way(
@@ -134,7 +134,7 @@ def _on_the_store(
     )
     reset(first)
     own = _way("loaded, after a reset", expected, _ask(first, requests), place, first)
-    second = starter.start("second", store_flags("0", place), 0, tp)
+    second = starter.start("second", store_flags("0", place, linger_s=1), 0, tp)
     _wait("a second server", [second])
     other = _way("loaded by another server", expected, _ask(second, requests), place, second)
     first.stop()

@@ -49,6 +49,7 @@ class StandIn(StoreL2Adapter):
         #: Ends what simulates the bandwidth.
         self._ends = threading.Event()
         settings = {"memory": MEMORY_BYTES, "directory": str(Path(self._directory.name) / "s")}
+        settings["linger_s"] = 0.0  # Its owner ends with it.
         super().__init__(
             StoreL2AdapterConfig.from_dict(settings),
             l1_memory_desc=SimpleNamespace(ptr=self._level1.ctypes.data, size=4096),
