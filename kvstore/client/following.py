@@ -437,15 +437,17 @@ class Following:
     def admit(self, one: Followed) -> bool:
         """An owner has proved itself: it gets a number, if there is one left."""
         del self._trying[one.name, one.where]
-        self._unknown = {name: at for name, at in self._unknown.items() if name != one.name}
+        unknown = {name: at for name, at in self._unknown.items() if name != one.name}
         number = self._free_number()
         if number is None:
             logger.warning("owner %s is left out: there are %d already", one.name, OWNERS_MAX - 1)
         if number is None or one.name in self._owners:  # Two entries lead to one owner.
+            self._unknown = unknown
             one.close()
             return False
         one.number = number
         self._owners[one.name] = self._by_number[number] = one
+        self._unknown = unknown  # At last: other threads wait until it is known (`knows`).
         return True
 
     def _free_number(self) -> int | None:

@@ -20,7 +20,8 @@ _SIZE_BYTES_MAX: Final = 4 << 10
 _END: Final = b"\r\n"
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n\0]*)?")
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_BAD_VALUE: Final = re.compile(rb"[\r\n\0]")
+#: Control characters but the tab (RFC 9110, 5.5), which aiohttp passes on to no client.
+_BAD_VALUE: Final = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?")
 _LENGTH: Final = re.compile(r"[0-9]{1,18}")
 #: What would end a line of a head, or the head.

@@ -4,9 +4,8 @@ priority, and of these the one whose tenant has had the least. Pure.
 
 What a tenant has had is a time of its own, which goes on with what each of its requests costs as
 that is let in (start-time fair queueing). One that comes back after a while has no claim to what it
-left to the others: its time is at least that of the request that was let in last. What a tenant had
-while nobody else wanted the server costs it nothing later: once nothing is under way, all begin at
-the same time.
+left to the others: its time is at least that of the request that was let in last. What a tenant
+gets while nobody waits costs it nothing later.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class Shares(Generic[_T]):
         if self._in < self._most:
             self._in += 1
             self._let_in(one)
+            self._least = self._largest  # Nobody waits.
             return Entry(True)
         self._queue.append(one)
         return Entry(False, self._too_many() if len(self._queue) > self._waiting_max else None)
@@ -76,8 +76,6 @@ class Shares(Generic[_T]):
         self._queue = [one for one in self._queue if is_there(one.who)]
         if not self._queue:
             self._in -= 1
-            if not self._in:
-                self._least = self._largest
             return None
         one = min(self._queue, key=lambda one: (-one.priority, self._had_by(one.tenant)))
         self._queue.remove(one)

@@ -113,6 +113,8 @@ def test_when_a_connection_may_be_used_again(raw: bytes, keeps: bool) -> None:
         (OK + b"A: c\r\n d\r\n\r\n", "is no header"),
         (OK + b"A\r\n\r\n", "is no header"),
         (OK + b"A: b\nC: d\r\n\r\n", "is no header"),
+        (OK + b"A: b\x01\r\n\r\n", "is no header"),
+        (OK + b"A: b\x7f\r\n\r\n", "is no header"),
         (OK + b"Content-Length: +1\r\n\r\n", "no length"),
         (OK + "Content-Length: ٣\r\n\r\n".encode(), "no length"),
         (OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", "no length"),
