@@ -17,6 +17,7 @@ from cpu_serving.vllm_servers import (
     ask,
     imported_tokens,
     nixl_flags,
+    reset,
     side_channel,
     start_vllm,
 )
@@ -52,7 +53,6 @@ def test_a_pair_answers_as_one_server(
     model = make_model("llama")
     with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(tmp_path) as fleet:
         place = Path(directory)
-        alone = start_vllm(fleet, "alone", model, place)
         prefill, decode = (
             start_vllm(
                 fleet,
@@ -68,8 +68,10 @@ def test_a_pair_answers_as_one_server(
                 [("kv_producer", prefill_tp), ("kv_consumer", decode_tp)]
             )
         )
-        wait_ready([alone, prefill, decode])
-        expected = ask(alone, REQUESTS)
+        wait_ready([prefill, decode])
+        # Of whom nobody asks for a hand-over, that is an ordinary server.
+        expected = ask(prefill, REQUESTS)
+        reset(prefill)
         with Proxy(prefill.url, decode.url) as proxy:
             answers = ask(proxy, REQUESTS)
         assert not compare(expected, answers), [one.error for one in (*expected, *answers)]
