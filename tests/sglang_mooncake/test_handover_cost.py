@@ -18,4 +18,12 @@ def test_each_kind_of_request_is_handed_over_and_those_that_are_drawn_are_compar
 
 
 def test_a_sample_that_takes_twice_as_long_has_half_the_rate():
-    assert ratio(np.ones(9), np.full(9, 2.0), np.mean) == "0.5000 (0.5000 to 0.5000)"
+    assert ratio(np.ones(9), np.full(9, 2.0)) == "0.5000 (0.5000 to 0.5000)"
+
+
+def test_what_the_few_requests_cost_that_are_drawn_shows_for_requests_one_at_a_time():
+    off = np.ones(6_400)
+    sample = off + 64.0 * (np.arange(len(off)) % 64 == 0)
+    said = report("tcp", 1, off, sample, off, 100)
+    assert "mean: off 1000.00 ms, sample 2000.00 ms" in said
+    assert "in time 0.5000 (" in said
