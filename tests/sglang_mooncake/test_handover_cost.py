@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from handover_cost import measured, ratio, report
 
 
+@pytest.mark.slow
 def test_each_kind_of_request_is_handed_over_and_those_that_are_drawn_are_compared():
     off, sample, all_, compared = measured("tcp", 2, pairs=3)
     assert (len(off), len(sample), len(all_)) == (3, 3, 1)
