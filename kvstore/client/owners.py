@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 OWN_RANK: Final = 3
 REMOTE_RANK: Final = 2
 SILENT_RANK: Final = 1
+OTHER_HOSTS_S: Final = 10.0
+"""Users of this host wait for 30 s until it has an owner (``lease.JOIN_TIMEOUT_S``)."""
 POLL_S: Final = 0.01
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
@@ -325,10 +327,11 @@ class Owners:
         return self._knows(lambda _: True)
 
     def wait_for_other_hosts(self) -> None:
-        """Until it is known what their owners hold, ``Config.request_timeout_s`` at most. Those of
-        this host are not waited for: one may have been killed just now, and stand in the index."""
+        """Until it is known what their owners hold, ``Config.request_timeout_s`` and
+        ``OTHER_HOSTS_S`` at most. Those of this host are not waited for: one may have been killed
+        just now, and stand in the index."""
         here = urlsplit(self._endpoint).hostname
-        until = Deadline(self.request_timeout_s)
+        until = Deadline(min(self.request_timeout_s, OTHER_HOSTS_S))
         while not self._knows(lambda where: urlsplit(where.endpoint).hostname != here):
             if until.is_over:
                 logger.warning(

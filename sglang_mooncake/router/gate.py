@@ -38,6 +38,13 @@ class Gate:
             self._full += f", and {waiting_max} before it wait for them (--queue-size)"
         #: Requests that may be there in any state.
         self.all_max: Final = most + (waiting_max + READING_MAX if waiting_max else 0)
+        #: What one is told that comes when they are there.
+        self.no_room = self._full
+        if waiting_max:
+            self.no_room = (
+                f"{self.all_max} requests are under way, wait, or are still being sent"
+                " (--max-concurrent-requests, --queue-size)"
+            )
         #: Those that had to wait and were let in, and how long they waited in all.
         self.waited = 0
         self.waited_s = 0.0
@@ -47,10 +54,6 @@ class Gate:
         """How many wait."""
         return len(self._shares)
 
-    def full(self) -> TurnedAway:
-        """What one is told for whom there is no room."""
-        return TurnedAway(self._full)
-
     async def enter(self, tenant: str, priority: int, cost: float) -> None:
         """Returns when the request is let in. ``TurnedAway`` if it is not; cancelled it is out."""
         turn = asyncio.get_running_loop().create_future()
@@ -58,7 +61,7 @@ class Gate:
         if entry.is_in:
             return
         if entry.turned_away is not None and not entry.turned_away.done():
-            entry.turned_away.set_exception(self.full())
+            entry.turned_away.set_exception(TurnedAway(self._full))
         since_s = self._clock()
         try:
             async with asyncio.timeout(self._waiting_s):

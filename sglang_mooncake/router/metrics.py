@@ -50,8 +50,8 @@ METRICS: Final = (
         "Clients' requests that wait for their turn; there is no row of this and of the next two "
         "without --max-concurrent-requests.",
     ),
-    Metric("waited_total", "counter", (), "Requests that had to wait for their turn."),
-    Metric("waited_seconds_total", "counter", (), "How long they waited in all."),
+    Metric("waited_total", "counter", (), "Requests that waited for their turn and got it."),
+    Metric("waited_seconds_total", "counter", (), "How long these waited in all."),
     Metric(
         "attempts_failed_total",
         "counter",

@@ -63,6 +63,8 @@ _MATTERS_OF_COURSE: Final = frozenset({"--mini-lb", "--pd-disaggregation"})
 _SECONDS: Final = number(0.01, 1e6, "s")
 _PORT: Final = whole(0, 65_535)
 _COUNT: Final = whole(1)
+#: Each turn looks at all requests that wait: 0.1 s where 20,000 do.
+QUEUE_MAX: Final = 10_000
 
 
 class OptionsError(ValueError):
@@ -242,10 +244,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--queue-size",
-        type=whole(0),
+        type=whole(0, QUEUE_MAX),
         default=100,
         metavar="N",
-        help="so many may wait; where there are more, one is answered with status 429 (100)",
+        help=f"so many may wait, {QUEUE_MAX:,} at most; where there are more, one is answered with"
+        " status 429 (100)",
     )
     add(
         "--queue-timeout-secs",

@@ -98,7 +98,7 @@ class Routing:
         """To a request that a prefill and a decode server answer together."""
         if self.gate is not None and self._counts.under_way >= self.gate.all_max:
             self._counts.ended["refused"] += 1
-            return error_response(HTTPStatus.TOO_MANY_REQUESTS, str(self.gate.full()))
+            return error_response(HTTPStatus.TOO_MANY_REQUESTS, self.gate.no_room)
         self._counts.under_way += 1
         end = "failed"
         try:

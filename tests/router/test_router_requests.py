@@ -30,7 +30,7 @@ from router_world import (
     until,
 )
 
-from sglang_mooncake.router import each, forwarding, probing, routing
+from sglang_mooncake.router import each, forwarding, gate, probing, routing
 
 
 @pytest.fixture
@@ -601,6 +601,40 @@ def test_no_more_requests_are_taken_than_may_be_under_way() -> None:
             assert "--max-concurrent-requests" in answer["error"]["message"]
             first.cancel()
             await until(lambda: world.decode[0].left)
+            assert (await world.ask(text="c"))[0] == 200
+
+    run(job())
+
+
+def test_there_is_an_end_to_the_requests_whose_bodies_still_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "READING_MAX", 1)
+
+    async def job() -> None:
+        async with World(max_requests=1, queue_size=1) as world:
+            goes_on = asyncio.Event()
+
+            async def slow_body() -> AsyncIterator[bytes]:
+                yield b"{"
+                await goes_on.wait()
+
+            async def begin() -> None:
+                async with world.client.post(f"{world.url}/generate", data=slow_body()) as response:
+                    assert response.status == 400
+
+            slow = [asyncio.create_task(begin()) for _ in range(3)]
+            under_way = "sglang_mooncake_router_requests 3"
+            while under_way not in (await world.get("/metrics"))[1].splitlines():
+                await asyncio.sleep(0.005)
+            status, answer = await world.ask(text="b")
+            assert status == 429
+            assert (
+                "3 requests are under way, wait, or are still being sent"
+                in (answer["error"]["message"])
+            )
+            goes_on.set()
+            await asyncio.gather(*slow)
             assert (await world.ask(text="c"))[0] == 200
 
     run(job())
