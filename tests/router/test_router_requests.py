@@ -224,10 +224,16 @@ def test_a_server_that_dies_before_the_first_token_costs_a_second_attempt(
 ) -> None:
     async def job() -> None:
         async with World(prefill=2, decode=2) as world:
-            first = world.prefill[0] if role == "prefill" else world.decode[0]
-            first.script = [hangs_up]
+
+            async def hangs_up_once_both_were_asked(*asked: Any) -> web.StreamResponse:
+                await until(lambda: any(server.asked for server in world.prefill))
+                return await hangs_up(*asked)
+
             if role == "prefill":
+                world.prefill[0].script = [hangs_up]
                 world.decode[0].script = [begins_and_hangs if stream else never_answers]
+            else:
+                world.decode[0].script = [hangs_up_once_both_were_asked]
             status, _ = await world.ask(text="a", stream=stream)
             assert status == 200
             servers = (*world.prefill, *world.decode)
