@@ -29,18 +29,23 @@ class TwoRails:
                 self.rails.append(sock)
             self.peer: te.Peer = dialled.result(TIMEOUT_S)
 
-    def take(self, kind: Kind) -> tuple[int, socket.socket]:
-        """The number of the transfer whose frame is the next; and where it came."""
+    def frame(self) -> tuple[Kind, int, int, socket.socket]:
+        """The next one: its kind, its status, the number of its transfer, and where it came."""
         ready, _, _ = select.select(self.rails, [], [], TIMEOUT_S)
         data = read_exactly(ready[0], HEADER.size)
         assert data is not None
-        found, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
-        assert found == kind
-        behind = BLOCK.itemsize * count
+        kind, status, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
+        behind = count if kind == Kind.ACK else BLOCK.itemsize * count
         if kind == Kind.SEGMENT:
             behind = LANDING.itemsize * count + nbytes + len(trailer())
         assert read_exactly(ready[0], behind) is not None
-        return transfer, ready[0]
+        return Kind(kind), status, transfer, ready[0]
+
+    def take(self, kind: Kind) -> tuple[int, socket.socket]:
+        """The number of the transfer whose frame is the next; and where it came."""
+        found, _, transfer, rail = self.frame()
+        assert found == kind
+        return transfer, rail
 
     def reply(self, rail: int, transfer: int, address: int, data: bytes) -> None:
         """To a read, by one of the connections."""
