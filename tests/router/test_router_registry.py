@@ -37,7 +37,7 @@ from sglang_mooncake.router import membership, registry_source
 from sglang_mooncake.router.addresses import place_of
 from sglang_mooncake.router.membership import ABSENT_S, Listed, Membership
 from sglang_mooncake.router.registry_source import listed_of
-from sglang_mooncake.router.servers import Server, Servers
+from sglang_mooncake.router.servers import ROLES, Server, Servers
 
 FIRST, ONE = RankCoords(0, 0, 0, 0), Topology(1, 1, 1, 1)
 CONFIG = InstanceConfig(ONE, KVFormat(16, "bfloat16"), protocol=1)
@@ -474,6 +474,7 @@ def test_a_registry_shows_the_router_unless_it_is_of_an_older_release(
                 world.prefill[0].answer = answers(told)
                 fakes = (world.prefill[0], world.decode[0])
                 await asyncio.to_thread(register, registry, *fakes)
+                await until(lambda: all(world.servers.usable(role) for role in ROLES))
                 assert (await world.ask(text="a"))[0] == 200
                 await world.idle()
 
@@ -484,9 +485,9 @@ def test_a_registry_shows_the_router_unless_it_is_of_an_older_release(
                 if is_old:
                     assert await shown() == []
                     return
-                while not (found := await shown()) or found[0]["answered"] != 1:
+                while not (found := await shown()) or found[0]["cached_tokens"] != 3:
                     await asyncio.sleep(0.005)
-                assert (found[0]["port"], found[0]["cached_tokens"]) == (8000, 3)
+                assert (found[0]["port"], found[0]["answered"]) == (8000, 1)
                 assert found[0]["prefill"] == found[0]["decode"] == {"well": 1, "all": 1}
                 assert found[0]["error"] is not None
 
