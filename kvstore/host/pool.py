@@ -35,8 +35,9 @@ from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
 from kvstore.host.handle import HOST, HostHandle
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
-from kvstore.host.telling import Told
+from kvstore.host.telling import TELLER_S, Told
 from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Keys, Records
+from kvstore.owner.card import OwnerStats
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
@@ -106,7 +107,10 @@ class HostPool:
         self._pid = 0
         self._link_s = 0.0
         self._id: Final = secrets.token_bytes(16)
+        #: What it has told, and the last answer, which counts for a while.
         self._told: Final = Told()
+        self._answer: tuple[StoreStatus, OwnerStats | None] | None = None
+        self._answer_until_s = 0.0
         self._untold: deque[tuple[type[Touch | Discard], Keys, bytes]] = deque()
         lease.on_join = self._join
         lease.on_reminder = self._on_reminder
@@ -357,7 +361,8 @@ class HostPool:
         return (OwnerSeen(name, len(self), self._joined() is not None, speed),)
 
     def with_owner(self, mine: StoreStatus) -> StoreStatus:
-        """See ``client.status.with_owner``; asks the owner. Without an answer ``mine`` is all."""
+        """See ``client.status.with_owner``; asks the owner. Without an answer for ``TELLER_S``, in
+        which no other process tells it either, ``mine`` is all."""
         link = self._joined()
         if link is None:
             return mine
@@ -368,10 +373,14 @@ class HostPool:
             host = msgspec.msgpack.decode(found.status, type=StoreStatus)
         except (NoAnswer, msgspec.DecodeError) as exc:
             self._strange.warn("what %s holds is not told: %s", HOST, exc)
-            return mine
-        if host.own is None or found.turn == NO_TURN:
-            return with_owner(mine, host, None)
-        return with_owner(mine, host, self._told.add(found.turn, host.own))
+            if self._answer is None or time.monotonic() > self._answer_until_s:
+                return mine
+            return with_owner(mine, *self._answer)
+        own = None
+        if host.own is not None and found.turn != NO_TURN:
+            own = self._told.add(found.turn, host.own)
+        self._answer, self._answer_until_s = (host, own), time.monotonic() + TELLER_S
+        return with_owner(mine, host, own)
 
 
 class HostManaging(Managing):

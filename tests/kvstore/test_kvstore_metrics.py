@@ -30,11 +30,13 @@ from bootstrap_server.build import build_text
 from bootstrap_server.prometheus_text import CONTENT_TYPE
 from kvstore.client.load_times import AdmissionCounts
 from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
+from kvstore.host.pool import HostPool
 from kvstore.metrics import http
 from kvstore.metrics.http import MetricsServer
 from kvstore.metrics.table import METRICS, PREFIX, Key, counters, gauges, text
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.card import OwnerStats
+from kvstore.protocol.asking import NoAnswer
 from kvstore.store import Store
 from te.version import version
 
@@ -151,9 +153,20 @@ def test_what_only_rises_can_be_told_from_a_moment_on() -> None:
     assert own.since(own).behind(own) == own
 
 
+class Late:
+    """A link to an owner that does not answer in time."""
+
+    @property
+    def caller(self) -> Late:
+        return self
+
+    def ask(self, *_: object) -> None:
+        raise NoAnswer("late")
+
+
 @pytest.mark.slow
 def test_one_process_of_a_host_tells_what_lies_there(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         with Store(shared(directory)) as first, Store(shared(directory)) as second:
@@ -169,6 +182,14 @@ def test_one_process_of_a_host_tells_what_lies_there(
             assert others["known_objects", ()] == N
             assert others["lent_bytes", ()] == others["table_bytes", ()] == 0
             assert not caplog.records
+            pool = first._owners
+            assert isinstance(pool, HostPool)
+            with monkeypatch.context() as patch:
+                patch.setattr(pool, "_joined", lambda: Late())
+                assert gauges(first.figures()) == told, "it is late, and nobody else tells it"
+                patch.setattr(pool, "_answer_until_s", 0.0)
+                assert ("objects", ()) not in gauges(first.figures())
+                assert "what the owner of this host's store holds is not told: late" in caplog.text
             end_all(directory)
             alone = gauges(first.figures())
             assert ("objects", ()) not in alone
