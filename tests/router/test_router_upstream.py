@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
+import uvloop
 from router_world import run, until
 
 from sglang_mooncake.router import dialing
@@ -384,6 +388,57 @@ def test_a_name_is_looked_up_once_for_all_and_its_next_address_is_tried(
                     one.close()
 
     run(job())
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """Of a server called localhost, whom all clients of this process believe."""
+    key, shown = tmp_path / "key", tmp_path / "certificate"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-keyout", key, "-out", shown, "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    monkeypatch.setenv("SSL_CERT_FILE", str(shown))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(shown, key)
+    return context
+
+
+@pytest.mark.parametrize("run_on", [run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_server_is_asked_over_tls_if_its_certificate_is_its_own(
+    run_on: Callable[[Coroutine[Any, Any, None]], None], certificate: ssl.SSLContext
+) -> None:
+    connections = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(2)
+                writer.write(SHORT)
+        writer.close()
+
+    async def job() -> None:
+        upstream = Upstream()
+        server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=certificate)
+        port = server.sockets[0].getsockname()[1]
+        for _ in range(2):
+            answer = await upstream.post(f"https://localhost:{port}", "/", {}, b"{}")
+            assert await whole(answer) == b"ab"
+            answer.release()
+        assert connections == 1
+        with pytest.raises(Unreachable, match="certificate verify failed"):
+            await upstream.post(f"https://127.0.0.1:{port}", "/", {}, b"{}")
+        upstream.close()
+        server.close()
+
+    run_on(job())
 
 
 def test_https_begins_with_tls_and_a_path_stays_before_the_routes() -> None:
