@@ -37,7 +37,8 @@ from sglang_mooncake.router.sglang_http import (
 )
 
 TEXT = st.text(max_size=5)
-LEAF = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)  # As JSON has them.
+LEAF = st.none() | st.booleans() | NUMBER | TEXT
 JSON = LEAF | st.lists(LEAF, max_size=3) | st.dictionaries(TEXT, LEAF, max_size=3)
 
 
