@@ -191,9 +191,8 @@ def test_one_process_of_a_host_tells_what_lies_there(
                 assert ("objects", ()) not in gauges(first.figures())
                 assert "what the owner of this host's store holds is not told: late" in caplog.text
             end_all(directory)
-            alone = gauges(first.figures())
-            assert ("objects", ()) not in alone
-            assert alone["lent_bytes", ()] == 0
+            until(lambda: ("objects", ()) not in gauges(first.figures()), "the end is noticed")
+            assert gauges(first.figures())["lent_bytes", ()] == 0
     finally:
         end_all(directory)
 
