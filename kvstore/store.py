@@ -173,7 +173,7 @@ class Store:
     def answering(self, path: Path) -> AbstractContextManager[Answerer]:
         """Answers processes of this host that use this one's memory, and all other owners through
         it (``kvstore.host``), on a Unix socket; first it waits until it knows what owners of other
-        hosts hold, ``Config.request_timeout_s`` at most. ``OSError`` if it cannot listen."""
+        hosts hold (``Owners.wait_for_other_hosts``). ``OSError`` if it cannot listen."""
         own, pool = self._owners.own, self._owners
         assert own is not None, "who lends nothing has no users"
         assert isinstance(pool, Owners), "it uses another one itself"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from ipaddress import IPv6Address, ip_address
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-__all__ = ["Place", "host_key", "host_of", "is_host", "place_of"]
+__all__ = ["Place", "host_key", "host_of", "is_host", "place_of", "port_of"]
 
 #: Of a name in the DNS (RFC 1035). Names with underscores occur, as those of containers.
 HOST_CHARS_MAX: Final = 253
@@ -34,12 +34,17 @@ def host_of(url: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def port_of(parts: SplitResult) -> int:
+    """The port of a server's URL, which its scheme tells where it names none; 0 of an unknown
+    scheme. ``ValueError`` for what is no port."""
+    return _PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
+
+
 def place_of(url: str) -> Place:
     """Where the server of a URL is. A name and its address are not known to be the same, but for
     those of this host to itself. ``ValueError`` for what is no URL."""
     parts = urlsplit(url)
-    port = _PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
-    return Place(host_key(parts.hostname or ""), port, parts.path.rstrip("/"))
+    return Place(host_key(parts.hostname or ""), port_of(parts), parts.path.rstrip("/"))
 
 
 def host_key(host: str) -> str:

@@ -66,21 +66,45 @@ def matches(
     each. ``there``: instances, and caches of their DP ranks. ``pool``: what all of them can load
     from is a medium, too, and does not count for ``longest_matched``: it tells none of them from
     the others."""
-    wanted = query.instance_id
+    wanted, prompt = query.instance_id, _Prompt(query, pool)
     told = {
-        instance: _told(ranks, query, now_s, pool)
+        instance: _told(ranks, prompt, now_s)
         for instance, ranks in there.items()
         if wanted in (None, instance)
     }
     return {instance: one for instance, one in told.items() if one is not None}
 
 
-def _told(
-    views: Mapping[int, CacheView],
-    query: TokenQuery | HashQuery,
-    now_s: float,
-    pool: Pool | None,
-) -> dict[str, Any] | None:
+class _Prompt:
+    """What a query asks for. Its names are computed once for each size of pages: all servers of a
+    model have the same."""
+
+    def __init__(self, query: TokenQuery | HashQuery, pool: Pool | None) -> None:
+        self.page_wanted: Final = query.block_size
+        self._query, self._pool = query, pool
+        self._names: dict[int, Sequence[int]] = {}
+        self._in_pool: dict[int, int] = {}
+
+    def names(self, page: int) -> Sequence[int]:
+        """Of its pages, as events have them."""
+        if page not in self._names:
+            # What an adapter has computed is named by secrets of the server's.
+            self._names[page] = () if self._query.lora_name else _names(self._query, page)
+        return self._names[page]
+
+    def in_pool(self, page: int) -> int | None:
+        """How many pages of its beginning the store has; None where that cannot be told: the keys
+        there are longer than the names that events have."""
+        query = self._query
+        if self._pool is None or not isinstance(query, TokenQuery) or query.lora_name:
+            return None
+        if page not in self._in_pool:
+            digests = token_digests(query.token_ids, page, seed_of(query.cache_salt))
+            self._in_pool[page] = self._pool.first_of(digests)
+        return self._in_pool[page]
+
+
+def _told(views: Mapping[int, CacheView], prompt: _Prompt, now_s: float) -> dict[str, Any] | None:
     """Of one instance: the most that one of its DP ranks has. None where it is left out."""
     ranks: dict[str, int] = {}
     on = dict.fromkeys(_MEDIA, 0)
@@ -88,18 +112,16 @@ def _told(
         stream, page = view.events, view.event_page
         if stream is None or stream.state(now_s) != "live":
             continue
-        if query.block_size not in (None, page):
+        if prompt.page_wanted not in (None, page):
             continue
-        # What an adapter has computed is named by secrets of the server's.
-        names = () if query.lora_name else _names(query, page)
+        names = prompt.names(page)
         ranks[str(rank)] = stream.first_of(names) * page
         for medium, count in sorted(stream.by_medium(names).items()):
             medium = _RENAMED.get(medium, medium)
             on[medium] = max(on.get(medium, 0), count * page)
-        # The keys of pages there are longer than the names that events have.
-        if pool is not None and isinstance(query, TokenQuery) and not query.lora_name:
-            digests = token_digests(query.token_ids, page, seed_of(query.cache_salt))
-            on[EXTERNAL] = max(on.get(EXTERNAL, 0), pool.first_of(digests) * page)
+        in_pool = prompt.in_pool(page)
+        if in_pool is not None:
+            on[EXTERNAL] = max(on.get(EXTERNAL, 0), in_pool * page)
     return {"longest_matched": max(ranks.values()), "DP": ranks, **on} if ranks else None
 
 

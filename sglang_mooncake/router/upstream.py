@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from sglang_mooncake.router.addresses import host_of, port_of
 from sglang_mooncake.router.dialing import Dialer
 from sglang_mooncake.router.http1 import AnswerError, AnswerParser, Head, request_head
 
@@ -30,7 +31,6 @@ KEEPALIVE_S: Final = 2.0
 WAITING_BYTES_MAX: Final = 256 << 10
 #: A long body is sent in pieces, between which others have their turn.
 PIECE_BYTES: Final = 256 << 10
-_PORTS: Final = {"http": 80, "https": 443}
 
 
 class Unreachable(Exception):
@@ -305,11 +305,5 @@ class _Connection(asyncio.Protocol):
 @lru_cache(maxsize=1024)
 def _origin_of(url: str) -> _Origin:
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port
-    named = f"[{host}]" if ":" in host else host
-    if port is not None:
-        named += f":{port}"
-    default = _PORTS[parts.scheme]
-    return _Origin(
-        host, default if port is None else port, parts.scheme == "https", named, parts.path
-    )
+    named = host_of(url) if parts.port is None else f"{host_of(url)}:{parts.port}"
+    return _Origin(parts.hostname or "", port_of(parts), parts.scheme == "https", named, parts.path)
