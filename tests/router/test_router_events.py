@@ -282,8 +282,11 @@ def test_other_routers_are_told_which_caches_have_a_prompt(
 
 
 def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
+    looked = list[int]()
+
     class Pool:
         def first_of(self, digests: Sequence[bytes]) -> int:
+            looked.append(len(digests))
             return 3 if names_of(digests) == NAMES else 0
 
         def told(self, expected: float, found: float) -> None:
@@ -297,6 +300,11 @@ def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
     assert external(lora_name="x") == [0, -1]
     asked = msgspec.convert({"token_ids": list(range(17))}, TokenQuery)
     assert matches(TOLD, asked, 0.0, Pool())["http://b:1"]["longest_matched"] == 0
+    looked.clear()
+    many = {**TOLD, **telling(PAGE, CLEARED, name="http://d:1")}
+    found = matches(many, asked, 0.0, Pool())
+    assert found["http://a:1"]["EXTERNAL"] == found["http://d:1"]["EXTERNAL"] == 12
+    assert looked == [4, 2], "once for each size of pages"
 
 
 @pytest.mark.parametrize("name", ["seq_hashes", "block_hash"])
