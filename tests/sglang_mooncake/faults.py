@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from handover import Handover
 import te
 from te.peers import Peer
 
-__all__ = ["FAULTS", "Fault", "faulty"]
+__all__ = ["FAULTS", "Fault", "faulty", "landed_then"]
 
 
 @dataclass
@@ -137,8 +138,8 @@ def faulty(pair: Handover, fault: Fault) -> Iterator[list[Planted]]:
     """The fault is in each write of the prefill rank; yields those that happened."""
     planted: list[Planted] = []
     write = Peer.write
-    sent, landed = pair.prefill.side._digests, pair.decode.side._digests
-    message, find = sent._message, landed.landed
+    sent = pair.prefill.side._digests
+    message = sent._message
 
     def wrong(peer: Peer, blocks: te.Blocks, tag: int = 0) -> te.Transfer:
         one = fault(Spot(pair, blocks, pair.prefill.engine, kept))
@@ -153,20 +154,31 @@ def faulty(pair: Handover, fault: Fault) -> Iterator[list[Planted]]:
             one.before()
         return message(asked)
 
-    def spoilt(compare):  # type: ignore[no-untyped-def]
-        completion = find(compare)
-        if completion is not None:
-            for one in planted:
-                one.landed()
-        return completion
+    def spoil(_: object) -> None:
+        for one in planted:
+            one.landed()
 
     kept: list[np.ndarray] = []
     with (
         mock.patch.object(Peer, "write", wrong),
         mock.patch.object(sent, "_message", used),
-        mock.patch.object(landed, "landed", spoilt),
+        mock.patch.object(pair.decode.side._digests, "landed", landed_then(pair, spoil)),
     ):
         yield planted
+
+
+def landed_then(pair: Handover, change: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """In place of the decode side's `landed`: `change` is called with each `Compare` of which all
+    has landed, before it is digested."""
+    landed = pair.decode.side._digests.landed
+
+    def changed(compare: Any) -> Any:
+        completion = landed(compare)
+        if completion is not None:
+            change(compare)
+        return completion
+
+    return changed
 
 
 def tag_of(pair: Handover) -> int:

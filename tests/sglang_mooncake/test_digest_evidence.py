@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS, Fault, faulty
+from faults import FAULTS, Fault, faulty, landed_then
 from handover import LAYERS, until
 from test_digests import SOURCES, TARGETS, begin, hand_over, pair_of
 
@@ -76,13 +76,11 @@ def test_a_request_does_not_wait_until_the_bytes_of_another_one_are_read(tmp_pat
     asked, go_on, order = threading.Event(), threading.Event(), []
     with pair_of(verify_dir=tmp_path) as pair:
         digests = pair.decode.side._digests
-        landed, read, post = digests.landed, digests.digester.read, digests.post
+        read, post = digests.digester.read, digests.post
 
-        def spoilt(compare: Any) -> Any:
-            completion = landed(compare)
-            if completion is not None and compare.room.number == 1:
+        def spoil(compare: Any) -> None:
+            if compare.room.number == 1:
                 pair.target.kv[0, :20] ^= 1
-            return completion
 
         def late(*of: Any) -> Any:
             asked.set()
@@ -93,7 +91,7 @@ def test_a_request_does_not_wait_until_the_bytes_of_another_one_are_read(tmp_pat
             order.append(verified.room.number)
             post(verified)
 
-        digests.landed, digests.post = spoilt, note
+        digests.landed, digests.post = landed_then(pair, spoil), note
         monkeypatch.setattr(digests.digester, "read", late)
         targets = []
         for number, pages, aux in ((1, list(range(20)), 3), (2, [40], 4)):
@@ -170,17 +168,12 @@ def test_a_prefill_rank_whose_memory_has_changed_since_its_digests_says_so(
 ):
     """As it would be if the page had changed before the engine read it, or after that."""
     with pair_of(source_verify_dir=tmp_path) as pair:
-        digests = pair.decode.side._digests
-        landed = digests.landed
 
-        def spoilt(compare: Any) -> Any:
-            completion = landed(compare)
-            if completion is not None:
-                pair.target.kv[0, TARGETS[0]] = 0x55
-                pair.source.kv[0, SOURCES[0]] = there
-            return completion
+        def spoil(_: Any) -> None:
+            pair.target.kv[0, TARGETS[0]] = 0x55
+            pair.source.kv[0, SOURCES[0]] = there
 
-        digests.landed = spoilt
+        pair.decode.side._digests.landed = landed_then(pair, spoil)
         hand_over(pair)
         assert said in said_of_the_source(caplog)
     if there == 0x55:
@@ -199,17 +192,12 @@ def test_of_a_sample_a_prefill_rank_keeps_no_bytes_of_which_it_has_no_digest(
     sample = np.array([0, LAYERS + 1])
     monkeypatch.setattr(digesting, "chosen_cells", lambda *of: sample)
     with pair_of(source_verify_dir=tmp_path) as pair:
-        digests = pair.decode.side._digests
-        landed = digests.landed
 
-        def spoilt(compare: Any) -> Any:
-            completion = landed(compare)
-            if completion is not None:
-                pair.target.kv[:2, TARGETS[:2]] ^= 1
-                pair.source.kv[0, SOURCES[1]] ^= 2
-            return completion
+        def spoil(_: Any) -> None:
+            pair.target.kv[:2, TARGETS[:2]] ^= 1
+            pair.source.kv[0, SOURCES[1]] ^= 2
 
-        digests.landed = spoilt
+        pair.decode.side._digests.landed = landed_then(pair, spoil)
         hand_over(pair)
         assert "still has what its digests are of" in said_of_the_source(caplog)
     _, cells = kept_in(tmp_path)
@@ -235,16 +223,11 @@ def test_bytes_that_change_behind_their_reading_are_not_kept(tmp_path, monkeypat
 def test_differences_are_logged_at_a_bounded_rate(tmp_path, caplog):
     """Each is kept all the same."""
     with pair_of(source_verify_dir=tmp_path) as pair:
-        digests = pair.decode.side._digests
-        landed = digests.landed
 
-        def spoilt(compare: Any) -> Any:
-            completion = landed(compare)
-            if completion is not None:
-                pair.target.kv[0, TARGETS[0]] ^= 1
-            return completion
+        def spoil(_: Any) -> None:
+            pair.target.kv[0, TARGETS[0]] ^= 1
 
-        digests.landed = spoilt
+        pair.decode.side._digests.landed = landed_then(pair, spoil)
         for number in (1, 2):
             hand_over(pair, number)
             until(lambda of=number: len(list(tmp_path.iterdir())) == of, "its bytes are kept")

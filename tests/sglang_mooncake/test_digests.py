@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS, Fault, faulty
+from faults import FAULTS, Fault, faulty, landed_then
 from fleet import Model, RankMemory
 from handover import (
     LAYERS,
@@ -510,15 +510,11 @@ def test_pages_that_are_used_again_while_they_are_read_are_no_difference(monkeyp
 
 def test_every_slot_of_metadata_is_compared():
     with pair_of() as pair:
-        real = pair.decode.side._digests.landed
 
-        def spoilt(compare: Any) -> Any:
-            completion = real(compare)
-            if completion is not None:
-                pair.target.aux[3, 5] ^= 4
-            return completion
+        def spoil(_: Any) -> None:
+            pair.target.aux[3, 5] ^= 4
 
-        pair.decode.side._digests.landed = spoilt
+        pair.decode.side._digests.landed = landed_then(pair, spoil)
         _, target = hand_over(pair)
         until(lambda: target.view.over, "the room has failed")
         assert "is not the one that was sent: metadata 0 in metadata 0." in target.view.reason
