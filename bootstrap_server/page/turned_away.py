@@ -8,16 +8,15 @@ many there are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from bootstrap_server.decoding import excerpt
+from bootstrap_server.page.heard import Heard
 
-__all__ = ["KEPT_S", "TURNED_AWAY_MAX", "TurnedAway", "TurnedAwayLately"]
+__all__ = ["TURNED_AWAY_MAX", "TurnedAway", "TurnedAwayLately"]
 
 TURNED_AWAY_MAX: Final = 32
 WHY_CHARS_MAX: Final = 400
-KEPT_S: Final = 600.0
 
 
 class TurnedAway(NamedTuple):
@@ -30,23 +29,18 @@ class TurnedAway(NamedTuple):
 
 
 class TurnedAwayLately:
-    """Who was turned away in the last `KEPT_S`; of more than `TURNED_AWAY_MAX` the latest."""
+    """Who was turned away lately; of more than `TURNED_AWAY_MAX` the latest."""
 
     def __init__(self) -> None:
-        #: The latest stands last.
-        self._found: OrderedDict[tuple[str, str], TurnedAway] = OrderedDict()
+        self._found: Heard[tuple[str, str], TurnedAway] = Heard(TURNED_AWAY_MAX)
 
     def note(self, address: str, why: str, now_s: float, count: int = 1) -> None:
         """So many requests from `address` were not served."""
         key = address, excerpt(why[:WHY_CHARS_MAX])
-        former = self._found.pop(key, None)
+        former = self._found.get(key)
         times = count if former is None else former.times + count
-        self._found[key] = TurnedAway(*key, times, now_s)
-        if len(self._found) > TURNED_AWAY_MAX:
-            self._found.popitem(last=False)
+        self._found.put(key, TurnedAway(*key, times, now_s))
 
     def lately(self, now_s: float) -> tuple[TurnedAway, ...]:
         """The latest first."""
-        while self._found and now_s - next(iter(self._found.values())).last_s >= KEPT_S:
-            self._found.popitem(last=False)
-        return tuple(reversed(self._found.values()))
+        return tuple(one for _, one in reversed(self._found.lately(now_s)))

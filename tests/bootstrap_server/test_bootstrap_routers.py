@@ -12,7 +12,8 @@ from bootstrap_waits import WAIT_S
 
 from bootstrap_server import BootstrapClient, BootstrapServer, NeverServed
 from bootstrap_server.page import routers
-from bootstrap_server.page.routers import KEPT_S, RoutersLately
+from bootstrap_server.page.heard import KEPT_S
+from bootstrap_server.page.routers import RoutersLately
 from bootstrap_server.ranks.router_report import RouterReport
 
 OURS, THEIRS = b"o" * 32, b"t" * 32

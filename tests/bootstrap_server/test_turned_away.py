@@ -11,8 +11,8 @@ from bootstrap_http import url
 from bootstrap_waits import WAIT_S
 
 from bootstrap_server import BootstrapClient, BootstrapServer, NeverServed
+from bootstrap_server.page.heard import KEPT_S
 from bootstrap_server.page.turned_away import (
-    KEPT_S,
     TURNED_AWAY_MAX,
     WHY_CHARS_MAX,
     TurnedAway,
