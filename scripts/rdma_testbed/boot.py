@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rdma_testbed.errors import SetupError
@@ -61,8 +62,10 @@ def memory_dir(nbytes: int) -> Path:
     )
 
 
-def boot(kernel: Path, files: Path, memory_gib: int, timeout_s: float) -> int | None:
-    """Runs the kernel until it ends, copying its terminals to stdout and stderr.
+def boot(
+    kernel: Path, files: Path, memory_gib: int, timeout_s: float, processor: int
+) -> int | None:
+    """Runs the kernel on one processor until it ends, copying its terminals to stdout and stderr.
 
     Returns ``TIMED_OUT`` when it had to be killed after ``timeout_s`` (0: no limit), else None: the
     guest says how its command ended. What the kernel itself prints goes to ``files/console``.
@@ -76,7 +79,7 @@ def boot(kernel: Path, files: Path, memory_gib: int, timeout_s: float) -> int | 
         outputs[read_end] = number
         write_ends.append(write_end)
         terminals.append(f"con{number}=null,fd:{write_end}")
-    child = _start(kernel, files, memory_gib, terminals, write_ends)
+    child = _start(kernel, files, memory_gib, terminals, write_ends, processor)
     for descriptor in write_ends:
         os.close(descriptor)
     try:
@@ -89,7 +92,12 @@ def boot(kernel: Path, files: Path, memory_gib: int, timeout_s: float) -> int | 
 
 
 def _start(
-    kernel: Path, files: Path, memory_gib: int, terminals: list[str], pass_fds: list[int]
+    kernel: Path,
+    files: Path,
+    memory_gib: int,
+    terminals: list[str],
+    pass_fds: list[int],
+    processor: int,
 ) -> subprocess.Popen[bytes]:
     arguments = [
         str(kernel),
@@ -113,13 +121,14 @@ def _start(
             stderr=console,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_in_child, processor),
         )
 
 
-def _die_with_parent() -> None:
+def _in_child(processor: int) -> None:
     # The kernel's processes do the same to their own parent: nothing is left behind.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.sched_setaffinity(0, {processor})
 
 
 def _copy_until_end(

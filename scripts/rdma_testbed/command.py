@@ -21,6 +21,7 @@ from rdma_testbed.errors import SetupError
 from rdma_testbed.guest import DRIVERS, Guest, exit_code, write_files
 from rdma_testbed.kernel import ensure_kernel
 from rdma_testbed.packages import PEER_FILES, PROGRAMS, ensure_files, ensure_programs, say
+from rdma_testbed.processor import own_processor
 
 __all__ = ["main"]
 
@@ -111,7 +112,8 @@ def _run(kernel: Path, parsed: argparse.Namespace) -> int:
         busybox = shutil.which("busybox")
         assert busybox is not None, "ensure_programs has seen it"
         write_files(files, guest, os.environ, busybox)
-        stopped = boot(kernel, files, parsed.memory, parsed.timeout)
+        with own_processor(kernel.parent) as processor:
+            stopped = boot(kernel, files, parsed.memory, parsed.timeout, processor)
         code = exit_code(files) if stopped is None else stopped
         if code is None:
             say(f"the kernel ended without an exit code:\n{(files / 'console').read_text()}")

@@ -13,6 +13,7 @@ import pytest
 from rdma_testbed import kernel, packages
 from rdma_testbed.errors import SetupError
 from rdma_testbed.guest import Guest, exit_code, write_files
+from rdma_testbed.processor import own_processor
 
 #: Beside other tests on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -54,6 +55,18 @@ def test_the_kernel_is_kept_outside_the_checkout_by_what_it_is_made_of(
     changed.write_bytes(kernel.CONFIG.read_bytes() + b"CONFIG_MORE=y\n")
     monkeypatch.setattr(kernel, "CONFIG", changed)
     assert kernel.kernel_path() != first
+
+
+def test_kernels_that_run_at_once_have_processors_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
+    with own_processor(tmp_path) as first:
+        with own_processor(tmp_path) as second, own_processor(tmp_path) as third:
+            assert (first, second) == (3, 5)
+            assert third in {3, 5}
+        with own_processor(tmp_path) as given_back:
+            assert given_back == second
 
 
 def test_missing_packages_are_named_to_those_who_may_not_install(
