@@ -69,7 +69,7 @@ class Config:
     registries: Registries = field(default_factory=Registries)
     registry: tuple[str, ...] = ()
     layerwise: bool = False
-    verify: str = "off"
+    verify: str = "sample"
     verify_dir: Path | None = None
     drop_in: bool = False
     #: Settings of the store by their names, for `mooncake.store`.

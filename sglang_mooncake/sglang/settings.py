@@ -166,8 +166,8 @@ SETTINGS: tuple[Setting, ...] = (
         " something differs fails, and its reason names pages, layers and both ranks. One whose"
         " digests cannot be made or compared fails with `all`; of a sample it arrives all the same,"
         " and the log and the metrics say so. Where the two servers have different values, the"
-        " stricter one counts.",
-        default="off",
+        " stricter one counts: `off` on both sides compares nothing.",
+        default="sample",
     ),
     _own(
         "verify_dir",
