@@ -148,18 +148,18 @@ def machine(tmp_path: Path) -> Machine:
 
 
 PIP = "pip install --disable-pip-version-check "
+PIP_TORCH = f"{PIP}--no-deps --no-compile {PIN}"
 
 
-def uv_call(machine: Machine) -> str:
-    python = machine.root / ".venv/bin/python"
-    return f"uv pip install --python {python} --torch-backend cpu --no-deps {ORDINARY}"
+def uv_call(machine: Machine, words: str = f"--torch-backend cpu --no-deps {ORDINARY}") -> str:
+    return f"uv pip install --python {machine.root / '.venv/bin/python'} {words}"
 
 
 def test_what_the_project_names_is_installed_at_pinned_versions(machine: Machine) -> None:
     code, _, said = machine.setup(stage="fast")
     assert code == 0, said
     pins = machine.root / "scripts/constraints.txt"
-    first = f"{PIP}--constraint {pins} --editable {machine.root}[test]"
+    first = uv_call(machine, f"--constraint {pins} --editable {machine.root}[test]")
     assert machine.calls() == [first]
     machine.setup(stage="fast")
     assert machine.calls() == [first], "it is there"
@@ -209,21 +209,21 @@ def test_it_writes_down_how_long_each_step_took(machine: Machine) -> None:
 def test_a_cpu_build_where_pip_looks_is_taken(machine: Machine) -> None:
     machine.has("torch")
     code, calls, said = machine.setup()
-    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}"]), said
-    assert "uv" not in said
+    assert (code, calls) == (0, [PIP_TORCH]), said
+    assert "trying uv" not in said
 
 
 def test_then_uv_is_asked_which_knows_the_index_of_cpu_builds(machine: Machine) -> None:
     machine.has("torch")
     code, calls, said = machine.setup(PIN)
-    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}", uv_call(machine)]), said
+    assert (code, calls) == (0, [PIP_TORCH, uv_call(machine)]), said
     assert GIGABYTES not in said
 
 
 def test_a_uv_that_is_not_there_comes_from_pip(machine: Machine) -> None:
     machine.has("torch")
     code, calls, said = machine.setup(PIN, uv_on_path=False)
-    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}", f"{PIP}uv", uv_call(machine)]), said
+    assert (code, calls) == (0, [PIP_TORCH, f"{PIP}uv", uv_call(machine)]), said
 
 
 @pytest.mark.parametrize("uv_is_missing", [False, True])
@@ -236,7 +236,9 @@ def test_the_ordinary_torch_is_the_last_resort_and_said_before(
     code, calls, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
     assert code == 0, said
     asked_uv = [f"{PIP}uv"] * 3 if uv_is_missing else [uv_call(machine)]
-    assert calls == [f"{PIP}--no-deps {PIN}", *asked_uv, PIP + ORDINARY]
+    asked_again = calls[len(asked_uv) + 2 :]  # for what is installed after torch
+    assert calls == [PIP_TORCH, *asked_uv, PIP + ORDINARY, *asked_again]
+    assert set(asked_again) <= {f"{PIP}uv"}
     before = (machine.root / "said_before").read_text().split()
     assert before[calls.index(PIP + ORDINARY) - (not uv_is_missing)] == "1", "said too late"
     again, _, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
@@ -249,18 +251,26 @@ def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
     assert f"setup: pip did not get {ORDINARY} either" in said
 
 
-def test_a_download_that_breaks_off_is_asked_for_again(machine: Machine) -> None:
+def test_what_uv_does_not_find_comes_from_pip_which_asks_again_where_it_broke_off(
+    machine: Machine,
+) -> None:
+    """pip may be told of indexes that uv does not know."""
     machine.has("torch")
-    (machine.root / "breaks_off").write_text(f"{machine.root}/.venv/pins.txt\n")
-    code, _, said = machine.setup()
+    pins = f"{machine.root}/.venv/pins.txt"
+    (machine.root / "breaks_off").write_text(f"{pins}\n")
+    code, _, said = machine.setup(f"uv:{pins}")
     assert code == 0, said
-    assert len([call for call in machine.calls() if " -r " in call]) == 2
+    pip = f"{PIP}--no-compile --no-deps -r {pins}"
+    calls = [call for call in machine.calls() if " -r " in call]
+    assert calls == [uv_call(machine, f"--no-deps -r {pins}"), pip, pip]
+    assert "setup: uv could not install SGLang and what it needs; trying pip" in said
     assert "setup: pip could not install SGLang and what it needs; trying again" in said
 
 
-def test_what_pip_never_finds_stops_it(machine: Machine) -> None:
+def test_what_neither_finds_stops_it(machine: Machine) -> None:
     machine.has("torch")
-    code, _, said = machine.setup(f"{machine.root}/.venv/pins.txt")
+    pins = f"{machine.root}/.venv/pins.txt"
+    code, _, said = machine.setup(pins, f"uv:{pins}")
     assert code == 1
     assert "setup: that failed" in said
     assert not [call for call in machine.calls() if "--editable" in call]
