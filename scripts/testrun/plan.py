@@ -2,8 +2,8 @@
 """What ``scripts/test`` runs: pure, from its options to lanes of commands.
 
 Two cores carry two lanes that compute. Real servers are one. The other has what computes besides;
-emulated machines, which have one processor each and wait much, are a third. Each lane begins with
-what it has to set up, so that none waits for what only another one needs.
+emulated machines, which have one processor each and wait much, and the demos are a third. Each lane
+begins with what it has to set up, so that none waits for what only another one needs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def lanes(options: Options) -> list[Lane]:
     if options.pytest_args:
         here[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")]
     else:
-        servers += _demos(options.scratch / "reference.json")
+        machines += _demos(options)
     return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]
 
 
@@ -157,15 +157,19 @@ def _on_devices(options: Options, nics: int, driver: str, *where: str) -> Step:
     return Step(inside.name, _testbed(*machine, argv=inside.argv), good=inside.good)
 
 
-def _demos(reference: Path) -> list[Step]:
+def _demos(options: Options) -> list[Step]:
     """The main job from an installed wheel, and over RDMA. What one ordinary server answers is
-    found once, and outside the emulated machine, where a server starts ten times as fast."""
+    found once, and outside the emulated machine, where a server starts slowly.
+
+    One run of each round of turns builds a wheel for another Python, too."""
+    reference = options.scratch / "reference.json"
+    another = ["--one-more"] if options.turn is None or options.turn.number == 1 else []
     requests = ["--requests", str(DEMO_REQUESTS)]
     demo, known = ["scripts/demo", *requests], ["--reference", str(reference)]
     inside = [*demo, "--transport", "rdma", *known]
     return [
         Step("reference tokens", [*demo, "--write-reference", str(reference)]),
-        Step("demo from the wheel", ["scripts/wheel-demo", *requests, *known]),
+        Step("demo from the wheel", ["scripts/wheel-demo", *another, *requests, *known]),
         Step("demo over RDMA", _testbed("--nics", "2", "--memory", "12", argv=inside)),
     ]
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from testrun.plan import FAST_PARTS, Options, fast_lanes
+import pytest
+from testrun.plan import FAST_PARTS, Options, fast_lanes, lanes
+from testrun.turns import Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,3 +51,13 @@ def test_each_part_of_the_fast_tests_has_a_lane() -> None:
     for lane, part in zip(parts, FAST_PARTS.values(), strict=True):
         _, tests = lane.steps
         assert tuple(tests.argv[-len(part) - 2 :]) == ("-m", "fast", *part)
+
+
+@pytest.mark.parametrize(("turn", "has_another"), [(None, True), (1, True), (2, False), (3, False)])
+def test_one_run_of_a_round_builds_a_wheel_for_another_python(
+    turn: int | None, has_another: bool
+) -> None:
+    options = Options(Path("/root"), Path("/root/build"), turn=None if turn is None else Turn(turn))
+    steps = [step for lane in lanes(options) for step in lane.steps]
+    (wheel,) = (step for step in steps if step.argv[0] == "scripts/wheel-demo")
+    assert ("--one-more" in wheel.argv) == has_another
