@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's HiCache backend of Mooncake's store, unmodified, on kvstore."""
+"""SGLang's HiCache backend of Mooncake's store, unmodified, on kvstore. Each run has one
+number of TP ranks."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,9 @@ def directory() -> Iterator[Path]:
         yield path
 
 
-def server(fleet: Fleet, directory: Path, name: str, segment_bytes: int, master: str) -> Server:
+def server(
+    fleet: Fleet, directory: Path, tp: int, name: str, segment_bytes: int, master: str
+) -> Server:
     environment = {
         "SGLANG_MOONCAKE_DROP_IN": "1",
         "SGLANG_MOONCAKE_STORE": json.dumps({"directory": str(directory)}),
@@ -53,8 +55,10 @@ def server(fleet: Fleet, directory: Path, name: str, segment_bytes: int, master:
         "MOONCAKE_PROTOCOL": "tcp",
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes),
     }
-    options = ServerOptions(make_model("llama"), extra_args=FLAGS, extra_env=environment)
-    made = fleet.server("single", replace(options, page_size=PAGE), name=name)
+    options = ServerOptions(
+        make_model("llama"), tp=tp, page_size=PAGE, extra_args=FLAGS, extra_env=environment
+    )
+    made = fleet.server("single", options, name=name)
     wait_ready([made])
     return made
 
@@ -66,13 +70,16 @@ def hits(server: Server, expected: list[Answer]) -> list[int]:
     return [one.cached_tokens for one in answers]
 
 
+@pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=pytest.mark.one_of("store-tp", str(tp))) for tp in (1, 2)]
+)
 def test_a_second_server_hits_what_the_first_one_has_computed(
-    fleet: Fleet, directory: Path, reference: Reference
+    fleet: Fleet, directory: Path, reference: Reference, tp: int
 ) -> None:
     expected = reference.answers("llama", REQUESTS)
-    first = server(fleet, directory, "first", 128 << 20, "any:1")
+    first = server(fleet, directory, tp, "first", 128 << 20, "any:1")
     assert hits(first, expected) == [0] * len(REQUESTS)
-    second = server(fleet, directory, "second", 0, "any:1")
+    second = server(fleet, directory, tp, "second", 0, "any:1")
     all_pages = [(len(one.input_ids) - 1) // PAGE * PAGE for one in REQUESTS]
     deadline_s = time.monotonic() + WAIT_S
     while (found := hits(second, expected)) != all_pages:
@@ -81,7 +88,7 @@ def test_a_second_server_hits_what_the_first_one_has_computed(
     for one in (first, second):
         log = one.process.log_text()
         assert "mooncake.store is kvstore" in log
-        assert "who names 'any:1 default' shares its objects" in log
-    # Who names another master shares nothing.
-    other = server(fleet, directory, "other", 0, "another:1")
-    assert hits(other, expected) == [0] * len(REQUESTS)
+        assert log.count("who names 'any:1 default' shares its objects") == tp
+    if tp == 1:  # Who names another master shares nothing.
+        other = server(fleet, directory, tp, "other", 0, "another:1")
+        assert hits(other, expected) == [0] * len(REQUESTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own backend of NIXL, unmodified, over te."""
+"""SGLang's own backend of NIXL, unmodified, over te. Each run has one number of TP ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def test_a_pair_answers_as_one_server(fleet: Fleet, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=pytest.mark.one_of("nixl-tp", str(tp))) for tp in (1, 2)]
+)
+def test_a_pair_answers_as_one_server(fleet: Fleet, reference: Reference, tp: int) -> None:
     expected = reference.answers("llama", REQUESTS)
     options = ServerOptions(
         make_model("llama"),
+        tp=tp,
         extra_args=("--disaggregation-transfer-backend", "nixl"),
         extra_env={"SGLANG_MOONCAKE_DROP_IN": "1"},
     )
@@ -39,4 +43,4 @@ def test_a_pair_answers_as_one_server(fleet: Fleet, reference: Reference) -> Non
     for server in (pair.prefill, pair.decode):
         log = server.process.log_text()
         assert "mooncake.engine and nixl are te, and mooncake.store is kvstore" in log
-        assert "nixl is te: agent" in log
+        assert log.count("nixl is te: agent") == tp
