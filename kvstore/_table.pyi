@@ -49,6 +49,14 @@ class Table(Reader):
     def nbytes(self) -> int:
         """The memory that it takes, in bytes."""
 
+    @property
+    def changes(self) -> int:
+        """Rises with every change of its entries."""
+
+    def keys(self, ranks: Buffer) -> bytes:
+        """The keys of all entries, but those of owners whose byte in ``ranks`` is 0; a key as often
+        as it has entries. What changes meanwhile is there or not."""
+
     def count(self, owner: int) -> int:
         """The number of entries of an owner."""
 

@@ -319,6 +319,50 @@ cdef class Table(Reader):
             raise ValueError(f"owner {owner} must be below {OWNERS}")
         return self.counts[owner]
 
+    @property
+    def changes(self):
+        cdef u64 changes = 0
+        cdef int i
+        for i in range(SHARDS):
+            changes += self.shards()[i].number
+        return changes
+
+    def keys(self, object ranks):
+        cdef Py_buffer view
+        cdef list parts = []
+        cdef int first
+        PyObject_GetBuffer(ranks, &view, PyBUF_SIMPLE)
+        try:
+            if view.len != OWNERS:
+                raise ValueError(f"{view.len} ranks, and {OWNERS} are needed")
+            for first in range(0, SHARDS, SHARDS_AT_ONCE):
+                with nogil:
+                    pass
+                parts.append(self.keys_from(first, <u8 *>view.buf))
+        finally:
+            PyBuffer_Release(&view)
+        return b"".join(parts)
+
+    cdef bytes keys_from(self, int first, const u8 *ranks):
+        """Of ``SHARDS_AT_ONCE`` shards."""
+        cdef u64 used = 0, i
+        cdef Shard *shard = &self.shards()[first]
+        cdef Entry *e
+        cdef bytes packed
+        cdef char *to
+        cdef int at
+        for at in range(SHARDS_AT_ONCE):
+            used += shard[at].used
+        packed = PyBytes_FromStringAndSize(NULL, used * KEY)
+        to = PyBytes_AsString(packed)
+        for at in range(SHARDS_AT_ONCE):
+            for i in range(shard[at].mask + 1 if shard[at].entries else 0):
+                e = &entries_of(self.base, &shard[at])[i]
+                if e.state == USED and ranks[e.owner]:
+                    memcpy(to, e.key, KEY)
+                    to += KEY
+        return packed[: to - PyBytes_AsString(packed)]
+
     def set_rank(self, u32 owner, u8 rank):
         if owner >= OWNERS or rank >= IN_MEMORY:
             raise ValueError(f"owner {owner} must be below {OWNERS}, rank {rank} below {IN_MEMORY}")

@@ -28,7 +28,7 @@ from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.owners import Owners
+from kvstore.client.owners import Owners, Version
 from kvstore.client.pool import Pool
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
@@ -243,6 +243,13 @@ class Store:
         places = self._owners.look_up(keys, fingerprint_of(signature, nbytes), b"\1" * OWNERS_MAX)
         here: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         return here
+
+    def keys(self, since: Version | None = None) -> tuple[Version, Keys] | None:
+        """The keys that ``known`` finds, each once for each copy and signature, and the version of
+        what this process knows; None if that is still ``since``. For a process that follows the
+        owners itself (``Config.owner`` "rank"). Takes about 10 ms for a million."""
+        assert isinstance(self._owners, Owners), "the host's owner has the table"
+        return self._owners.keys(since)
 
     def admit(
         self,

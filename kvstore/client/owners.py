@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -29,7 +29,16 @@ from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
+from kvstore.objects.changes import (
+    CHANGE,
+    KEY_BYTES,
+    OWNERS_MAX,
+    PLACE,
+    Found,
+    Keys,
+    Records,
+    fingerprint_of,
+)
 from kvstore.owner.answering import Answerer
 from kvstore.owner.answers import answer
 from kvstore.owner.card import OwnerCard
@@ -41,7 +50,7 @@ from kvstore.protocol.calling import Caller, Window
 from kvstore.protocol.messages import Touch
 from kvstore.protocol.sockets import Sockets, Where
 
-__all__ = ["Owners"]
+__all__ = ["Owners", "Version"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,8 @@ OTHER_HOSTS_S: Final = 10.0
 POLL_S: Final = 0.01
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
+Version: TypeAlias = tuple[int, bytes]
+"""Of what is known: how often that has changed, and which owners can be used."""
 
 
 class Membership(Protocol):
@@ -228,6 +239,14 @@ class Owners:
         ranks = bytearray(OWNERS_MAX)
         ranks[number] = 1
         return self.look_up(keys, fingerprint, bytes(ranks))
+
+    def keys(self, since: Version | None) -> tuple[Version, Keys] | None:
+        """See ``Store.keys``."""
+        version = self.table.changes, self.ranks
+        if version == since:
+            return None
+        packed = self.table.keys(version[1])
+        return version, np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES)
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         """Has owners told within a tenth of a second that objects are read, so that they keep them.

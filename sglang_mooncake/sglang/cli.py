@@ -14,6 +14,7 @@ from bootstrap_server.admission.secret import new_secret
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.router import options as router_options
+from sglang_mooncake.router import store_events_options
 from sglang_mooncake.sglang import configuring, explaining, running
 from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return configuring.show_config(parsed)
         case "router":
             return _router(parsed)
+        case "store-events":
+            return _store_events(parsed)
         case "run":
             return running.run(parsed.words)
         case _:
@@ -104,6 +107,13 @@ def _router(parsed: argparse.Namespace) -> int:
     from sglang_mooncake.router.serving import serve
 
     return serve(options)
+
+
+def _store_events(parsed: argparse.Namespace) -> int:
+    # Here, since the store takes longer to import than the other commands take to run.
+    from sglang_mooncake.router.publishing import publish_store
+
+    return publish_store(store_events_options.options_of(parsed))
 
 
 def _planned(parsed: argparse.Namespace) -> int:
@@ -224,6 +234,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     router_options.add_arguments(router)
+    store_events = commands.add_parser(
+        "store-events",
+        help="tell other routers what the store has, by KV events",
+        description=store_events_options.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    store_events_options.add_arguments(store_events)
     run = commands.add_parser(
         "run",
         help="run another program, such as vLLM, with mooncake.engine and nixl over te",

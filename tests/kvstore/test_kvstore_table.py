@@ -46,6 +46,10 @@ def look(table: Reader, keys: list[bytes], fingerprint: int, ranks: bytes = EVER
     return places
 
 
+def cut(packed: bytes) -> list[bytes]:
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
 events = st.tuples(
     st.integers(0, 2),
     st.sampled_from(KEYS),
@@ -62,7 +66,10 @@ def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
     """A number drops that owner; everything else is a change of one."""
     table = Table()
     model: dict[tuple[int, bytes, int], tuple[int, int]] = {}
+    seen = table.changes, dict(model)
     for step in steps:
+        assert table.changes > seen[0] or model == seen[1]
+        seen = table.changes, dict(model)
         if isinstance(step, int):
             gone = [one for one in model if one[0] == step]
             assert table.drop(step) == len(gone)
@@ -80,6 +87,8 @@ def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
         assert table.count(owner) == sum(one[0] == owner for one in model)
         ranks = bytearray(OWNERS_MAX)
         ranks[owner] = 1
+        listed = sorted(key for one, key, _ in model if one == owner)
+        assert sorted(cut(table.keys(ranks))) == listed
         for fingerprint in (1, 2):
             places = look(table, KEYS, fingerprint, bytes(ranks))
             for key, place in zip(KEYS, places, strict=True):
@@ -125,6 +134,7 @@ def test_many_shards_grow_and_lose_an_owner() -> None:
         again["op"] = ADDED
         table.apply(owner, again)
     assert len(table) == 2 * count
+    assert sorted(cut(table.keys(EVERYBODY))) == sorted(2 * cut(changes["key"].tobytes()))
     assert table.drop(1) == count
     assert (table.count(1), table.count(2), len(table)) == (0, count, count)
     places = np.empty(count, PLACE)
@@ -192,8 +202,12 @@ def test_what_is_no_change_is_refused() -> None:
         table.look_up(bytes(17), 1, EVERYBODY, np.empty(1, PLACE))
     with pytest.raises(ValueError, match="16 bytes of keys, 32 of places"):
         table.look_up(bytes(16), 1, EVERYBODY, np.empty(2, PLACE))
-    with pytest.raises(ValueError, match="3 ranks, and 1024 are needed"):
-        table.look_up(bytes(16), 1, bytes(3), np.empty(1, PLACE))
+    for call in (
+        lambda: table.look_up(bytes(16), 1, bytes(3), np.empty(1, PLACE)),
+        lambda: table.keys(bytes(3)),
+    ):
+        with pytest.raises(ValueError, match="3 ranks, and 1024 are needed"):
+            call()
 
 
 @given(st.lists(st.binary(min_size=16, max_size=40), max_size=5))

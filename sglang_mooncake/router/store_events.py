@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store has, as SGLang's KV events: pages of the medium ``EXTERNAL`` that come and go.
+Pure: the time is handed in.
+
+The format is that of SGLang 0.5.20 and later (`sglang/srt/disaggregation/kv_events.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.objects.changes import Keys
+from sglang_mooncake.router.querying import EXTERNAL
+
+__all__ = ["PAGES_MAX", "Batch", "StoreEvents"]
+
+PAGES_MAX: Final = 1000
+"""Of one batch: about 9 kB."""
+_NAME_BYTES: Final = 8
+
+Batch: TypeAlias = tuple[int, bytes]
+"""Its number, and its events in MessagePack."""
+_Names: TypeAlias = npt.NDArray[np.int64]
+
+
+class _BlockStored(msgspec.Struct, tag="BlockStored"):
+    """The store knows pages by their names alone."""
+
+    block_hashes: list[int]
+    block_size: int
+    parent_block_hash: int | None = None
+    token_ids: list[int] = []
+    lora_id: int | None = None
+    medium: str = EXTERNAL
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str = EXTERNAL
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    at_s: float
+    events: list[_BlockStored | _BlockRemoved]
+    dp_rank: int = 0
+
+
+class StoreEvents:
+    """Numbered batches of events, and the last ones of them, which can be repeated."""
+
+    def __init__(self, page_size: int, batches_max: int) -> None:
+        """``page_size``: tokens of a page; ``batches_max``: so many are kept."""
+        self._page_size = page_size
+        self._names: _Names = np.empty(0, np.int64)
+        self._kept: deque[Batch] = deque(maxlen=batches_max)
+        self._next = 0
+
+    def batches(self, keys: Keys, at_s: float) -> list[Batch]:
+        """Those that tell what has come and gone since the last call. ``keys``: of all that the
+        store has now, shape (n, 16), in any order, and each as often as may be. ``at_s``: the time
+        by the clock on the wall."""
+        names = _names(keys)
+        gone = np.setdiff1d(self._names, names, assume_unique=True)
+        come = np.setdiff1d(names, self._names, assume_unique=True)
+        self._names = names
+        events: list[_BlockStored | _BlockRemoved] = [
+            *(_BlockRemoved(some.tolist()) for some in _parts(gone)),
+            *(_BlockStored(some.tolist(), self._page_size) for some in _parts(come)),
+        ]
+        new = [
+            (number, msgspec.msgpack.encode(_Batch(at_s, [event])))
+            for number, event in enumerate(events, self._next)
+        ]
+        self._next += len(new)
+        self._kept.extend(new)
+        return new
+
+    def since(self, number: int) -> list[Batch]:
+        """Those from this number on that are kept."""
+        return [one for one in self._kept if one[0] >= number]
+
+
+def _names(keys: Keys) -> _Names:
+    """As events name pages (``pages.names_of``), ascending, each once."""
+    first = np.ascontiguousarray(keys[:, :_NAME_BYTES]).view(">i8").reshape(-1)
+    return np.unique(first.astype(np.int64))
+
+
+def _parts(names: _Names) -> list[_Names]:
+    return [names[at : at + PAGES_MAX] for at in range(0, len(names), PAGES_MAX)]

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-mooncake store-events`: what the store has, as KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_world import run, until
+from store_host import store_directory
+from store_makers import SIG, TIMEOUT_S, config, keys
+from store_objects import MIB, filled
+
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Put
+from kvstore.store import Store
+from sglang_mooncake.router import store_events
+from sglang_mooncake.router.event_source import EventSource
+from sglang_mooncake.router.kv_events import EventStream
+from sglang_mooncake.router.publishing import Publisher, follow
+from sglang_mooncake.router.querying import HashQuery, matches
+from sglang_mooncake.router.registered import Registered, Registration
+from sglang_mooncake.router.store_events import StoreEvents
+from sglang_mooncake.router.store_events_options import StoreEventsOptions
+
+ALL = keys(12)
+PAGE = 4
+
+
+def names(some: Keys) -> list[int]:
+    return [int.from_bytes(bytes(one[:8]), "big", signed=True) for one in some]
+
+
+def has(stream: EventStream) -> set[int]:
+    """Rows of ``ALL``."""
+    return {row for row, name in enumerate(names(ALL)) if stream.first_of([name])}
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(0, len(ALL) - 1), max_size=20), max_size=8), st.data())
+def test_batches_tell_what_comes_and_goes(steps: list[list[int]], data: st.DataObject) -> None:
+    """Whatever is there at each look, in any order and as often as may be. Whoever comes late, or
+    has missed some, asks for the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_events, "PAGES_MAX", 5)
+        events, stream, late = StoreEvents(PAGE, 1000), EventStream(), EventStream()
+        for rows in steps:
+            new = events.batches(ALL[rows], 1.5)
+            assert not events.batches(ALL[rows[::-1]], 2.5), "nothing has changed"
+            for batch in data.draw(st.sampled_from([new, new[1:]])):
+                stream.take(*batch, 0.0)
+            stream.replayed(events.since(0 if stream.missing is None else stream.missing))
+            assert has(stream) == set(rows)
+        late.replayed(events.since(0))
+        assert has(late) == has(stream)
+        assert not stream.losses
+
+
+def test_a_bounded_number_of_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_events, "PAGES_MAX", 2)
+    events = StoreEvents(PAGE, 3)
+    assert [number for number, _ in events.batches(ALL, 0.0)] == [0, 1, 2, 3, 4, 5]
+    assert [number for number, _ in events.since(0)] == [3, 4, 5]
+    assert [number for number, _ in events.since(5)] == [5]
+    assert events.since(6) == events.since(2**64 - 1) == []
+
+
+# --- over sockets ---
+
+
+ANYWHERE = StoreEventsOptions(
+    store="{}",
+    secret_file=None,
+    page_size=PAGE,
+    endpoint="tcp://127.0.0.1:0",
+    replay_endpoint="tcp://127.0.0.1:0",
+    topic="",
+    batches=100,
+)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with store_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def endpoints(directory: Path) -> Iterator[tuple[str, str]]:
+    """Of one that follows the store in the directory."""
+    is_ended = threading.Event()
+    events = StoreEvents(PAGE, 100)
+    with Store(config(directory)) as own, Publisher(events, ANYWHERE) as publisher:
+        thread = threading.Thread(target=follow, args=(own, events, publisher, is_ended))
+        thread.start()
+        yield publisher.endpoints
+        is_ended.set()
+        thread.join()
+
+
+def put(lender: Store, some: Keys) -> None:
+    room = filled(lender, len(some), 1000)
+    assert lender.put(some, SIG, room.pieces, TIMEOUT_S) == [Put.STORED] * len(some)
+
+
+def test_another_router_knows_what_the_store_has(
+    directory: Path, endpoints: tuple[str, str]
+) -> None:
+    """It registers the publisher as a cache. What was told before it came is repeated."""
+    registered = Registered()
+    asked = HashQuery(seq_hashes=names(ALL))
+
+    def external() -> int:
+        found = matches(registered.asked("default", None), asked, asyncio.get_running_loop().time())
+        return sum(one.get("EXTERNAL", 0) for one in found.values())
+
+    async def tried() -> None:
+        endpoint, replay = endpoints
+        with Store(config(directory, 8 * MIB)) as lender:
+            put(lender, ALL[:8])
+            await asyncio.to_thread(wait_for_batch, replay)
+            async with aiohttp.ClientSession() as session:
+                clock = asyncio.get_running_loop().time
+                source = EventSource(session, tuple, lambda *_: (), registered, {}, clock)
+                job = asyncio.create_task(source.run())
+                one = Registration(instance_id="store", endpoint=endpoint, block_size=PAGE)
+                one.replay_endpoint = replay
+                registered.add(one)
+                put(lender, ALL[8:])
+                await until(lambda: external() == len(ALL) * PAGE)
+                lender.remove(ALL[6:], SIG)
+                await until(lambda: external() == 6 * PAGE)
+                lender.close()
+                await until(lambda: external() == 0)
+                job.cancel()
+                await asyncio.wait([job])
+
+    run(tried())
+
+
+def wait_for_batch(replay: str) -> None:
+    """Until there is one."""
+    while len(ask(replay, [b"", bytes(8)])) < 2:
+        pass
+
+
+def ask(replay: str, question: list[bytes]) -> list[list[bytes]]:
+    """The answer to the end."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.ipv6 = 0, True
+        socket.connect(replay)
+        socket.send_multipart(question)
+        answer = []
+        while not answer or answer[-1][-2] != b"\xff" * 8:
+            assert socket.poll(TIMEOUT_S * 1e3), "no answer"
+            answer.append(socket.recv_multipart())
+        return answer
+
+
+def test_a_question_of_another_form_is_left_unanswered(
+    endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, replay = endpoints
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(replay)
+        for question in ([b"", b"short"], [bytes(8)], [b"", b"a", bytes(8)]):
+            socket.send_multipart(question)
+        socket.send_multipart([b"", bytes(8)])
+        assert socket.poll(TIMEOUT_S * 1e3)
+        assert socket.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+    assert ask(replay, [b"", bytes(8)])
+
+
+# --- the command ---
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "sglang_mooncake.sglang.cli", "store-events", "--page-size", "4"]
+    return subprocess.Popen([*argv, *words], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_it_publishes_until_it_is_told_to_end(directory: Path) -> None:
+    store = f'{{"directory": "{directory}"}}'
+    here = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint")
+    with ExitStack() as stack:
+        one = stack.enter_context(started("--store", store, *here, "tcp://[::1]:0"))
+        stack.callback(one.kill)
+        assert one.stderr is not None
+        said = ""
+        while (found := re.search(r"published at (\S+), and repeated at (\S+)", said)) is None:
+            said += one.stderr.readline()
+            assert one.poll() is None, said
+        with Store(config(directory, 8 * MIB)) as lender:
+            put(lender, ALL)
+            wait_for_batch(found[2])
+        taken = stack.enter_context(started("--store", store, *here, found[2]))
+        _, why = taken.communicate(timeout=TIMEOUT_S)
+        assert (taken.returncode, f"cannot listen at {found[2]}" in why) == (1, True)
+        bad = stack.enter_context(started("--store", "[]", *here, "tcp://127.0.0.1:0"))
+        _, why = bad.communicate(timeout=TIMEOUT_S)
+        assert (bad.returncode, "--store: '[]' is no JSON object" in why) == (2, True)
+        one.send_signal(signal.SIGTERM)
+        one.communicate(timeout=TIMEOUT_S)
+        assert one.returncode == 0
