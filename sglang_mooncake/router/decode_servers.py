@@ -20,11 +20,13 @@ __all__ = ["DecodeChoice", "DecodeServers"]
 
 class DecodeChoice(NamedTuple):
     """``handed_over``: tokens of the prompt that its cache does not have. ``reason``: one of
-    ``DECODE_REASONS``; None where the policy looks at nothing."""
+    ``DECODE_REASONS``; None where the policy looks at nothing. ``rank``: the DP rank that the
+    client has named."""
 
     server: Server
     handed_over: float = 0.0
     reason: str | None = None
+    rank: int | None = None
 
 
 class _Gaps(Protocol):
@@ -71,15 +73,15 @@ class DecodeServers:
         """One of ``servers``, of which there is one at least."""
         if not self._is_aware:
             return DecodeChoice(self._chooser.choose(servers))
-        tokens = 0.0 if look is None else look.tokens
-        figures = [self._views[server].figures(look, now_s) for server in servers]
+        tokens, rank = (0.0, None) if look is None else (look.tokens, look.ranks.decode)
+        figures = [self._views[server].figures(look, now_s, rank) for server in servers]
         at = best_decode(tokens, figures, self._random)
         reason = decode_reason(tokens, figures, at)
-        return DecodeChoice(servers[at], figures[at].missing(tokens), reason)
+        return DecodeChoice(servers[at], figures[at].missing(tokens), reason, rank)
 
     def send(self, choice: DecodeChoice) -> None:
         """The one that was chosen is sent the prompt."""
-        self._views[choice.server].send(choice.handed_over)
+        self._views[choice.server].send(choice.handed_over, choice.rank)
 
     def learn(
         self, server: Server, gaps: _Gaps, placed: Placed | None, handed_over: float, now_s: float

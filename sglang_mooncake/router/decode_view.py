@@ -6,9 +6,10 @@ time and chance are handed in."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from sglang_mooncake.router.cache_view import CacheView, Named
 from sglang_mooncake.router.fit import Kin, WorkFit
@@ -20,6 +21,7 @@ __all__ = [
     "DecodeFigures",
     "DecodeView",
     "Load",
+    "Sent",
     "best_decode",
     "decode_reason",
 ]
@@ -32,13 +34,18 @@ DECODE_REASONS: Final = ("only", "memory", "cache", "load")
 
 
 class Load(NamedTuple):
-    """What a server tells of itself, in sum over its DP ranks."""
+    """What a server tells of itself, or of one of its DP ranks."""
 
     #: Those that run, and those that wait.
     requests: int
     #: KV memory in tokens: what is taken, also by requests that wait for it, and all of it.
     used_tokens: int
     all_tokens: int
+
+
+_NO_LOAD: Final = Load(0, 0, 0)
+Sent: TypeAlias = Mapping[int | None, float]
+"""Tokens of prompts by the DP rank that they were sent to; None: the server chooses the rank."""
 
 
 class DecodeFigures(NamedTuple):
@@ -97,50 +104,64 @@ class DecodeView(CacheView):
         self.server: Final = server
         #: By the requests that it has.
         self.pace = WorkFit(kin)
-        self._load: Load | None = None
+        #: What it told last, by DP rank.
+        self._loads: Mapping[int, Load] = {}
         self._told_s = -math.inf
         #: Requests of others than this router, when the server told.
         self._others = 0
-        #: Tokens of prompts that it was sent in all, and that it had been when it was asked.
-        self._sent = self._sent_before = 0.0
+        #: What it was sent in all, and what it had been when it was asked.
+        self._sent: defaultdict[int | None, float] = defaultdict(float)
+        self._sent_before: Sent = {}
 
     @property
-    def sent_tokens(self) -> float:
+    def sent(self) -> Sent:
         """In all, to be handed to ``told``: the server may not know yet of what is sent later."""
-        return self._sent
+        return dict(self._sent)
 
-    def told(self, load: Load, sent_before: float, now_s: float) -> None:
-        """The server tells of its load. It had been sent so many tokens when it was asked."""
-        self._load, self._told_s, self._sent_before = load, now_s, sent_before
-        self._others = max(0, load.requests - self.server.under_way)
+    def told(self, loads: Mapping[int, Load], sent_before: Sent, now_s: float) -> None:
+        """The server tells of its load, by DP rank. It had been sent so much when it was asked."""
+        self._loads, self._told_s, self._sent_before = loads, now_s, sent_before
+        self._others = max(0, _sum(loads.values()).requests - self.server.under_way)
 
     def load(self, now_s: float) -> Load | None:
-        """What it told last; None if that was long ago."""
-        return self._load if now_s - self._told_s <= LOAD_AGE_MAX_S else None
+        """What it told last, in sum over its DP ranks; None if that was long ago."""
+        return _sum(self._loads.values()) if self._is_told(now_s) else None
 
-    def free_tokens(self, now_s: float) -> float | None:
-        """Memory that is left beside what was sent since it told; None while it is not known."""
-        load = self.load(now_s)
-        if load is None or load.all_tokens <= 0:
+    def free_tokens(self, now_s: float, rank: int | None = None) -> float | None:
+        """Memory that is left beside what was sent since it told; None while it is not known. Of a
+        DP rank that it has told of, else of all together: which one gets a prompt it chooses
+        itself."""
+        if not self._is_told(now_s):
             return None
-        return max(0.0, load.all_tokens - load.used_tokens - (self._sent - self._sent_before))
+        since = {one: sent - self._sent_before.get(one, 0.0) for one, sent in self._sent.items()}
+        if rank is None or rank not in self._loads:
+            load, sent = _sum(self._loads.values()), sum(since.values())
+        else:  # It gets its part of what the server has placed itself.
+            load = self._loads[rank]
+            sent = since.get(rank, 0.0) + since.get(None, 0.0) / len(self._loads)
+        return max(0.0, load.all_tokens - load.used_tokens - sent) if load.all_tokens > 0 else None
+
+    def _is_told(self, now_s: float) -> bool:
+        return now_s - self._told_s <= LOAD_AGE_MAX_S
 
     def requests(self, now_s: float) -> int:
         """This router's, and those of others that it told of."""
         others = 0 if self.load(now_s) is None else self._others
         return self.server.under_way + others
 
-    def figures(self, look: Named | None, now_s: float) -> DecodeFigures:
-        """For one prompt, or for one of which nothing is known."""
-        free = self.free_tokens(now_s)
+    def figures(self, look: Named | None, now_s: float, rank: int | None = None) -> DecodeFigures:
+        """For one prompt, or for one of which nothing is known. ``rank``: the DP rank that the
+        client has named."""
+        free = self.free_tokens(now_s, rank)
         hits = None if look is None else self.told_tokens(look, now_s)
         return DecodeFigures(
             self.requests(now_s), math.inf if free is None else free, 0.0 if hits is None else hits
         )
 
-    def send(self, tokens: float) -> None:
-        """The server is sent a prompt of which so many tokens are to be handed over."""
-        self._sent += tokens
+    def send(self, tokens: float, rank: int | None = None) -> None:
+        """The server is sent a prompt of which so many tokens are to be handed over. ``rank``: as
+        for ``figures``."""
+        self._sent[rank if rank in self._loads else None] += tokens
 
     def answered(self, look: Named, handed_over: float, sent_s: float, now_s: float) -> None:
         """A prompt is served, of which so many tokens were handed over: an event of a whole page
@@ -149,3 +170,8 @@ class DecodeView(CacheView):
             return
         if handed_over >= self._event_page:
             self._events.expect(sent_s, now_s)
+
+
+def _sum(loads: Iterable[Load]) -> Load:
+    """Of all DP ranks."""
+    return Load(*map(sum, zip(_NO_LOAD, *loads, strict=True)))

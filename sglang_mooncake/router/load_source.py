@@ -29,6 +29,8 @@ _CORE: Final = {"include": "core"}
 class _Rank(msgspec.Struct):
     """Of one DP rank. ``num_total_tokens`` is what is taken, and what requests wait for."""
 
+    dp_rank: int
+
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_tokens: int
@@ -39,12 +41,15 @@ class _Loads(msgspec.Struct):
     loads: list[_Rank]
 
     @property
-    def sum(self) -> Load:
-        return Load(
-            sum(one.num_running_reqs + one.num_waiting_reqs for one in self.loads),
-            sum(one.num_total_tokens for one in self.loads),
-            sum(one.max_total_num_tokens for one in self.loads),
-        )
+    def by_rank(self) -> dict[int, Load]:
+        return {
+            one.dp_rank: Load(
+                one.num_running_reqs + one.num_waiting_reqs,
+                one.num_total_tokens,
+                one.max_total_num_tokens,
+            )
+            for one in self.loads
+        }
 
 
 class LoadSource:
@@ -74,10 +79,10 @@ class LoadSource:
 
     async def _ask(self, view: DecodeView) -> bool:
         """Whether it has told."""
-        before = view.sent_tokens
+        before = view.sent
         said = await ask(self._session, view.server, LOADS, self._headers, query=_CORE)
         loads = decoded(said, _Loads)
         if loads is None:
             return False
-        view.told(loads.sum, before, self._clock())
+        view.told(loads.by_rank, before, self._clock())
         return True

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import msgspec
 
 from sglang_mooncake.router.pages import TEXT_PAGE_BYTES, own_names, seed_of, text_names
-from sglang_mooncake.router.placement import Look
+from sglang_mooncake.router.placement import Look, Ranks
 from sglang_mooncake.router.prompts import cached_max, prompt_of
 from sglang_mooncake.router.sglang_http import Body, given, member, rank_of
 
@@ -47,9 +47,10 @@ class Looker:
 
     def look(self, body: Body, path: str) -> Look:
         """Of a batch its first prompt; without names where there is none to be read."""
-        prompt, rank = prompt_of(body, path), rank_of(body)
+        prompt = prompt_of(body, path)
+        ranks = Ranks(rank_of(body, "prefill"), rank_of(body, "decode"))
         if prompt is None:
-            return Look((), PAGE_TOKENS, 0.0, rank=rank)
+            return Look((), PAGE_TOKENS, 0.0, ranks=ranks)
         private = b"".join(
             name.encode() + member(body, name) for name in _PRIVATE if given(body, name)
         )
@@ -67,11 +68,11 @@ class Looker:
             names = text_names(prompt, seed)
             page_tokens = TEXT_PAGE_BYTES * per_byte
             tokens = size * per_byte
-            return Look(names, page_tokens, tokens, text_bytes=size, cached_max=most, rank=rank)
+            return Look(names, page_tokens, tokens, text_bytes=size, cached_max=most, ranks=ranks)
         names = own_names(prompt, PAGE_TOKENS, seed)
         told = None if private else prompt
         return Look(
-            names, PAGE_TOKENS, len(prompt), prompt=told, seed=seed, cached_max=most, rank=rank
+            names, PAGE_TOKENS, len(prompt), prompt=told, seed=seed, cached_max=most, ranks=ranks
         )
 
     def learn(self, look: Look, prompt_tokens: int) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Placed",
     "Pool",
     "PrefillView",
+    "Ranks",
     "best",
     "expect",
     "left_s",
@@ -55,6 +56,16 @@ PAGES_MAX: Final = 1 << 18
 REASONS: Final = ("only", "cache", "queue", "load")
 
 
+class Ranks(NamedTuple):
+    """The DP ranks of the prefill and the decode server that a prompt is to go to; None: any."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+ANY_RANKS: Final = Ranks()
+
+
 class Look:
     """A prompt as its caches are looked up."""
 
@@ -68,18 +79,18 @@ class Look:
         prompt: Sequence[int] | None = None,
         seed: bytes = b"",
         cached_max: int | None = None,
-        rank: int | None = None,
+        ranks: Ranks = ANY_RANKS,
     ) -> None:
         """``names`` are those of pages that stand for ``page_tokens`` tokens each; there are
         ``tokens`` in all, as far as it is known. ``text_bytes``: length of a prompt that is text.
         ``prompt``: the tokens of one that servers' events name, whose first name follows from
         ``seed``. ``cached_max``: so many tokens may come out of a cache; None is all, but for the
-        last one, which is computed always. ``rank``: the DP rank that the client has named."""
+        last one, which is computed always. ``ranks``: those that the client has named."""
         self.names, self.page_tokens, self.tokens = names, page_tokens, tokens
         self.cached_max = max(
             0.0, tokens - 1 if cached_max is None else min(cached_max, tokens - 1)
         )
-        self.is_limited, self.rank = cached_max is not None, rank
+        self.is_limited, self.ranks = cached_max is not None, ranks
         self.text_bytes = text_bytes
         self._prompt, self._seed = prompt, seed
         self._digests: dict[int, list[bytes]] = {}

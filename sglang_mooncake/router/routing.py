@@ -267,7 +267,9 @@ class Routing:
         if look is None:
             self._sent(decode)
             return _Chosen(Pair(self._chooser.choose(usable["prefill"]), decode.server))
-        views = [view for server in usable["prefill"] for view in self._ranks(server, look.rank)]
+        views = [
+            view for server in usable["prefill"] for view in self._ranks(server, look.ranks.prefill)
+        ]
         choice = place(look, views, now_s, self._random)
         late_by_s = choice.late_by_s(self._options.ttft_max_s)
         if late_by_s > 0.0 and not avoided:

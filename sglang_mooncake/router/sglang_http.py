@@ -12,6 +12,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from sglang_mooncake.router.servers import Role
+
 __all__ = [
     "CHAT",
     "COMPLETIONS",
@@ -58,8 +60,10 @@ _BODY: Final = msgspec.json.Decoder(Body)
 _ENCODER: Final = msgspec.json.Encoder()
 #: Where a prompt may stand in a request.
 _PROMPTS: Final = ("text", "prompt", "input_ids", "input_embeds")
-#: Where a DP rank may be named; the first one counts for the prefill server.
-_RANKS: Final = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
+#: Where a DP rank of both servers may be named, and one of the prefill server alone. The first one
+#: counts.
+_RANKS: Final = ("routed_dp_rank", "data_parallel_rank")
+_PREFILL_RANKS: Final = (*_RANKS, "disagg_prefill_dp_rank")
 _TRUE: Final = b"true"
 _NULL: Final = b"null"
 
@@ -160,9 +164,9 @@ def wants_input_logprobs(body: Mapping[str, msgspec.Raw], path: str) -> bool:
     return asked is not None and _TRUE in bytes(asked)
 
 
-def rank_of(body: Mapping[str, msgspec.Raw]) -> int | None:
-    """The DP rank of the prefill server that the client has named."""
-    for name in _RANKS:
+def rank_of(body: Mapping[str, msgspec.Raw], role: Role) -> int | None:
+    """The DP rank of the prefill or the decode server that the client has named."""
+    for name in _PREFILL_RANKS if role == "prefill" else _RANKS:
         if name in body and (rank := _number(body, name)) is not None:
             return rank
     return None

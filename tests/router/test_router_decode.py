@@ -62,10 +62,10 @@ def test_memory_is_what_a_server_told_less_what_it_was_sent_since() -> None:
     server = Server("decode", "http://a:1")
     view = DecodeView(server)
     assert view.figures(None, 0.0) == DecodeFigures(0)
-    before = view.sent_tokens
+    before = view.sent
     view.send(30.0)  # While it is asked.
     server.under_way = 1
-    view.told(Load(requests=3, used_tokens=400, all_tokens=1000), before, 10.0)
+    view.told({0: Load(requests=3, used_tokens=400, all_tokens=1000)}, before, 10.0)
     assert view.figures(None, 10.0) == DecodeFigures(3, 570.0)
     server.under_way = 2
     view.send(600.0)
@@ -77,12 +77,48 @@ def test_requests_that_have_not_reached_their_server_are_nobody_elses() -> None:
     server = Server("decode", "http://a:1")
     view = DecodeView(server)
     server.under_way = 5
-    view.told(Load(requests=3, used_tokens=0, all_tokens=0), 0.0, 0.0)
+    view.told({0: Load(requests=3, used_tokens=0, all_tokens=0)}, {}, 0.0)
     assert view.figures(None, 0.0) == DecodeFigures(5), "memory of 0 tokens is none that was told"
 
 
-def rank(running: int, waiting: int, used: int, size: int = 1000) -> dict[str, Any]:
+def test_memory_is_that_of_the_dp_rank_which_the_client_has_named() -> None:
+    """Of prompts that the server places itself each rank is taken to get as many."""
+    view = DecodeView(Server("decode", "http://a:1"))
+    view.send(9.0, 1)  # Ranks are not known yet.
+    view.told({0: Load(1, 900, 1000), 1: Load(1, 200, 1000)}, view.sent, 0.0)
+    free = [view.figures(None, 0.0, rank).free_tokens for rank in (0, 1, None, 2, -1)]
+    assert free == [100.0, 800.0, 900.0, 900.0, 900.0]
+    view.send(50.0, 1)
+    view.send(20.0)
+    view.send(10.0, 7)
+    free = [view.figures(None, 0.0, rank).free_tokens for rank in (0, 1, None)]
+    assert free == [85.0, 735.0, 820.0]
+
+
+def test_a_prompt_goes_where_its_dp_rank_has_memory() -> None:
+    async def job() -> None:
+        async with World(
+            decode=2, prefill_policy="cache_aware", decode_policy="cache_aware"
+        ) as world:
+            one, two = world.decode
+            one.info = {"loads": [rank(0, 0, 10), rank(0, 0, 950, at=1)]}
+            two.info = {"loads": [rank(1, 0, 500), rank(1, 0, 500, at=1)]}
+            while [server["free_tokens"] for server in await told(world)] != [1040, 1000]:
+                await asyncio.sleep(0.005)
+            prompt = list(range(320))
+            await world.ask(input_ids=prompt)
+            assert [len(server.asked) for server in world.decode] == [1, 0]
+            await world.ask(input_ids=prompt, routed_dp_rank=1)
+            assert [len(server.asked) for server in world.decode] == [1, 1]
+            await world.ask(input_ids=prompt, disagg_prefill_dp_rank=1)
+            assert [len(server.asked) for server in world.decode] == [2, 1]
+
+    run(job())
+
+
+def rank(running: int, waiting: int, used: int, size: int = 1000, at: int = 0) -> dict[str, Any]:
     return {
+        "dp_rank": at,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_total_tokens": used,
@@ -96,7 +132,7 @@ def test_servers_are_asked_for_their_load() -> None:
             decode=3, prefill_policy="cache_aware", decode_policy="cache_aware"
         ) as world:
             one, two, three = world.decode
-            one.info = {"loads": [rank(0, 0, 950), rank(0, 0, 980)]}
+            one.info = {"loads": [rank(0, 0, 950), rank(0, 0, 980, at=1)]}
             two.info = {"loads": [rank(2, 1, 100)]}
             three.info = {"loads": "none"}
             free = [70, 900, None]
