@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
+import uvloop
 from aiohttp import web
 
 from bootstrap_server.admission.secret import Keys
@@ -30,8 +31,9 @@ Answer = Callable[["FakeServer", web.Request, dict[str, Any]], Awaitable[web.Str
 
 
 def run(job: Coroutine[Any, Any, T]) -> T:
-    """Within ``BOUND_S``."""
-    return asyncio.run(asyncio.wait_for(job, BOUND_S))
+    """Within ``BOUND_S``, on the event loop on which the router runs."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(asyncio.wait_for(job, BOUND_S))
 
 
 async def until(holds: Callable[[], object]) -> None:
