@@ -42,12 +42,17 @@ async def until(holds: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class FakeServer:
     """A prefill or decode server. ``answer`` makes its answers, ``script`` the next ones."""
 
-    def __init__(self, role: Role, rooms: set[int]) -> None:
-        """``rooms``: those that prefill servers have been asked for, for all servers of a world."""
-        self.role, self.rooms = role, rooms
+    def __init__(self, role: Role, rooms: set[int], host: str = "127.0.0.1") -> None:
+        """``rooms``: those that prefill servers have been asked for, for all servers of a world.
+        ``host``: the address at which it listens."""
+        self.role, self.rooms, self._host = role, rooms, host
         self.answer: Answer = answers_at_once
         self.script: list[Answer] = []
         self.health = 200
@@ -68,7 +73,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return url_of(self._host, self.port)
 
     async def start(self) -> None:
         """At the port that it had before, if it had one."""
@@ -80,7 +85,7 @@ class FakeServer:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self._runner, self._host, self.port, reuse_address=True).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -253,18 +258,19 @@ class World:
         decode: int = 1,
         *,
         are_named: bool = True,
+        host: str = "127.0.0.1",
         keys: Keys = _NO_KEYS,
         pool: StoreSource | None = None,
         tokens: Tokens | None = None,
         **more: Any,
     ) -> None:
-        """``are_named``: the router knows the servers from the beginning. ``more``: of the router's
-        options."""
-        self._are_named, self._keys = are_named, keys
+        """``are_named``: the router knows the servers from the beginning. ``host``: of the servers
+        and the router. ``more``: of the router's options."""
+        self._are_named, self._host, self._keys = are_named, host, keys
         self._pool, self._tokens = pool, tokens
         rooms: set[int] = set()
-        self.prefill = [FakeServer("prefill", rooms) for _ in range(prefill)]
-        self.decode = [FakeServer("decode", rooms) for _ in range(decode)]
+        self.prefill = [FakeServer("prefill", rooms, host) for _ in range(prefill)]
+        self.decode = [FakeServer("decode", rooms, host) for _ in range(decode)]
         self.url = ""
         self.servers = Servers(())
         self._more = more
@@ -289,8 +295,8 @@ class World:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         self._undo.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, self._host, 0).start()
+        self.url = url_of(self._host, runner.addresses[0][1])
         connector = aiohttp.TCPConnector(force_close=True)
         self.client = await self._undo.enter_async_context(
             aiohttp.ClientSession(connector=connector)

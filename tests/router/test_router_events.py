@@ -316,21 +316,28 @@ def test_other_routers_may_name_pages_as_events_do(name: str) -> None:
 # --- over sockets ---
 
 
-def bound(one: zmq.asyncio.Socket, port: int) -> int:
+def bound(one: zmq.asyncio.Socket, host: str, port: int) -> int:
+    one.setsockopt(zmq.IPV6, 1)
     if port == 0:
-        return one.bind_to_random_port("tcp://127.0.0.1")
-    one.bind(f"tcp://127.0.0.1:{port}")
+        return one.bind_to_random_port(f"tcp://{host}")
+    one.bind(f"tcp://{host}:{port}")
     return port
 
 
 class Publisher:
     """As SGLang's: publishes, and repeats what it is asked for."""
 
-    def __init__(self, context: zmq.asyncio.Context, port: int = 0, replay_port: int = 0) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        port: int = 0,
+        replay_port: int = 0,
+        host: str = "127.0.0.1",
+    ) -> None:
         """0: any port."""
         self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        self.port = bound(self._out, port)
-        self.replay_port = bound(self._replay, replay_port)
+        self.port = bound(self._out, host, port)
+        self.replay_port = bound(self._replay, host, replay_port)
         self._batches: list[bytes] = []
         self.asked: list[int] = []
 
@@ -355,16 +362,17 @@ class Publisher:
         return {"kv_events": {**told, "replay_endpoint_port_base": self.replay_port, **more}}
 
 
-def test_events_are_followed_and_missed_ones_asked_for() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_events_are_followed_and_missed_ones_asked_for(host: str) -> None:
     names = token_names(range(400), PAGE)
 
     async def job() -> None:
         context = zmq.asyncio.Context()
-        publisher = Publisher(context)
+        publisher = Publisher(context, host=f"[{host}]" if ":" in host else host)
         repeating = asyncio.create_task(publisher.repeat())
         await publisher.publish(stored(*names[:50]))
         try:
-            world = World(prefill=2, prefill_policy="cache_aware")
+            world = World(prefill=2, host=host, prefill_policy="cache_aware")
             world.prefill[1].info = publisher.described()
             async with world:
                 told = answers({"meta_info": {"prompt_tokens": 400, "cached_tokens": 0}})

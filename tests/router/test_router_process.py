@@ -19,8 +19,8 @@ NOBODY = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0
 BOUND_S = 60.0
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "sglang_mooncake.sglang.cli", "router", "--host", "127.0.0.1"]
+def start(host: str, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "sglang_mooncake.sglang.cli", "router", "--host", host]
     return subprocess.Popen([*argv, *words], stderr=subprocess.PIPE, text=True)
 
 
@@ -39,23 +39,24 @@ def test_a_router_without_servers_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_it_serves_until_it_is_told_to_end() -> None:
-    with start("--port", "0", "--cache-threshold", "0.5", *NOBODY) as router:
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_it_serves_until_it_is_told_to_end(host: str, named: str) -> None:
+    with start(host, "--port", "0", "--cache-threshold", "0.5", *NOBODY) as router:
         assert router.stderr is not None
         said = ""
-        while (found := re.search(r"listens on 127\.0\.0\.1 port (\d+)", said)) is None:
+        while (found := re.search(rf"listens on {re.escape(host)} port (\d+)", said)) is None:
             said += router.stderr.readline()
             assert router.poll() is None, said
         assert "--cache-threshold changes nothing in this router" in said
-        url = f"http://127.0.0.1:{found[1]}"
+        url = f"http://{named}:{found[1]}"
         assert status(f"{url}/health") == 200
         deadline_s = time.monotonic() + BOUND_S
         while status(f"{url}/readiness") == 200:  # Nobody is there, as it soon finds out.
             assert time.monotonic() < deadline_s
-        with start("--port", found[1], *NOBODY) as other:
+        with start(host, "--port", found[1], *NOBODY) as other:
             _, error = other.communicate(timeout=BOUND_S)
             assert other.returncode == 1
-            assert f"cannot listen on 127.0.0.1 port {found[1]} (--host, --port)" in error
+            assert f"cannot listen on {host} port {found[1]} (--host, --port)" in error
         router.send_signal(signal.SIGTERM)
         router.communicate(timeout=BOUND_S)
         assert router.returncode == 0
