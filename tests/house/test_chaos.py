@@ -159,26 +159,6 @@ def test_what_is_filtered_vanishes_or_waits() -> None:
         list(vanishing("x", [], 1))
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--minutes", "0"], "'0' is not a positive number"),
-        (["--seed", "-1"], "whole number, 0 or more"),
-        (["--kinds", "kill,flood"], "'flood' is none of kill, "),
-        (["--clients", "0"], "--clients 0 is not from 1 to 64"),
-        (["--aborts", "1"], "'1' is not a share"),
-        (["--kinds", "kill,intruder"], "give --secret"),
-    ],
-)
-def test_bad_arguments_are_answered(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse(argv)
-    assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("secret", [False, True])
 def test_who_holds_another_secret_comes_where_there_is_one(secret: bool) -> None:
     kinds = parse(["--secret"] if secret else []).kinds

@@ -57,24 +57,6 @@ def test_our_own_run_has_all_kinds() -> None:
     assert set(SHARED) < set(parse([]).kinds) < set(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--backend", "gloo"], "invalid choice: 'gloo'"),
-        (["--backend", "nixl", "--kinds", "kill,registry"], "not registry"),
-        (["--backend", "ours", "--kinds", "none"], "not none"),
-        (["--backend", "mooncake", "--secret"], "knows neither --secret nor --layerwise"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(arguments)
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_row_counts_what_clients_met() -> None:
     cut, kill = Fault("cut", "decode-0", 1.0, 5.0), Fault("kill", "prefill-0", 1.0, 0.0)
     found = row(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cpu_serving.options import parse
 from cpu_serving.processes import ServingError
 from cpu_serving.reference import read_reference, write_reference
 from cpu_serving.traffic import Answer, make_requests
@@ -48,10 +47,3 @@ def test_what_is_no_such_file_is_named(tmp_path: Path, text: str | None) -> None
         (tmp_path / "file").write_text(text)
     with pytest.raises(ServingError, match="file cannot be read"):
         read_reference(tmp_path / "file", "llama", make_requests(3, 50))
-
-
-def test_reading_and_writing_at_once_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(["--reference", "a", "--write-reference", "b"])
-    assert ended.value.code == 2
-    assert "--reference and --write-reference together" in capsys.readouterr().err

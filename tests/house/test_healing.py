@@ -80,16 +80,3 @@ def test_what_is_asked_for() -> None:
     assert parse([]).names == NAMES
     options = parse(["--rdma", "--rows", "restart,cut-1s", "--repeat", "1"])
     assert (options.rdma, options.names, options.repeat) == (True, ("cut-1s", "restart"), 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(["--rows", "storm"], "'storm' is none of"), (["--repeat", "0"], "is not from 1 to 100")],
-)
-def test_what_cannot_be_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(arguments)
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err

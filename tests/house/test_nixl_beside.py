@@ -36,23 +36,6 @@ def test_what_is_asked_for() -> None:
     assert (options.rows, options.contenders, options.rounds) == (("silent", "post"), ("te",), 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--rows", "storm"], "'storm' is none of"),
-        (["--contenders", "ucx"], "'ucx' is none of"),
-        (["--patience", "0"], "is not a positive number"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(arguments)
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_cell_says_what_became_of_it() -> None:
     assert str(Ended("ERR", 5.04)) == "`ERR` after 5.0 s"
     assert str(Ended("PROC", 30.0)).startswith("`PROC` for 30.0 s")

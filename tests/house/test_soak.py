@@ -45,24 +45,6 @@ def test_all_scenarios_for_five_minutes_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--scenario", "fire"], "'fire' is none of lora, "),
-        (["--minutes", "0"], "'0' is not a positive number"),
-        (["--clients", "0"], "--clients 0 is not from 1 to 32"),
-        (["--seed", "-1"], "--seed -1 is negative"),
-    ],
-)
-def test_a_wrong_word_is_named(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(words)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("began_s", "ended_s", "old", "new"),
     [
         (1.0, 9.0, "equal", "wrong"),

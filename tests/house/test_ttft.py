@@ -94,31 +94,6 @@ def test_the_command_of_the_readme() -> None:
     assert options.model.positions > 4096
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--rate", "quick"], "'quick' is no rate"),
-        (["--prompt", "8"], "8 is not from 16 to"),
-        (["--prompt", "1k"], "'1k' is not a positive whole number"),
-        (["--kinds", "pd,two"], "'two' is none of one, pd, layers"),
-        (["--hidden", "100", "--heads", "8"], "no multiple of --heads"),
-        (["--hidden", "24", "--heads", "8"], "is odd"),
-        (["--seed", "-1"], "whole number, 0 or more"),
-        (["--chunked-prefill-size", "100"], "no multiple of --page-size"),
-    ],
-)
-def test_a_bad_argument_is_answered_with_a_sentence(
-    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(argv)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("ttft: ")
-    assert said.count("\n") == 1
-
-
 def test_kinds_keep_their_order() -> None:
     assert parse(["--kinds", "pd,one"]).kinds == ("one", "pd")
 
