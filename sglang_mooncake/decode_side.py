@@ -28,13 +28,14 @@ from bootstrap_server.ranks import matching
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.digesting import LandedDigests, digester_of
+from sglang_mooncake.digesting import digester_of
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
 from sglang_mooncake.fetching import fetch_instance
 from sglang_mooncake.given_up import GivenUpNotices
 from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances
 from sglang_mooncake.kept_bytes import KeptBytes
+from sglang_mooncake.landed_digests import LandedDigests
 from sglang_mooncake.layout import COMPLETION_BYTES, Buffers, CompletionRecord, Layout
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
@@ -166,7 +167,7 @@ class DecodeSide(Side):
             context.place,
             context.name,
             lambda compare: self._landed(compare.expected),
-            lambda verified: self._loop.post(verified),
+            lambda found: self._loop.post(found),
             None if context.verify_dir is None else KeptBytes(context.verify_dir, context.name),
         )
         self._fencer = Fencer(

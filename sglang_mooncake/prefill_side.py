@@ -18,7 +18,7 @@ import te
 from bootstrap_server import BootstrapClient
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.digesting import SentDigests, digester_of
+from sglang_mooncake.digesting import digester_of
 from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.gpu_events import EventWaiter
@@ -33,6 +33,7 @@ from sglang_mooncake.rooms import prefill as rooms
 from sglang_mooncake.rooms.prefill_events import StreamEvent
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sent_digests import SentDigests
 from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
 

@@ -14,7 +14,7 @@ from handover import LAYERS, until
 from test_digests import SOURCES, TARGETS, begin, hand_over, pair_of
 
 import te
-from sglang_mooncake import digesting, sent_lately
+from sglang_mooncake import digesting, sent_digests, sent_lately
 from sglang_mooncake.layout import cells as cells_module
 from sglang_mooncake.messages import RoomDiffers
 from sglang_mooncake.rooms.prefill import Differed
@@ -130,7 +130,8 @@ def said_of_the_source(caplog: Any) -> str:
     """Once the prefill rank has looked at its memory again."""
 
     def lines() -> list[str]:
-        said = [one.message for one in caplog.records if one.name == digesting.__name__]
+        loggers = digesting.__name__, sent_digests.__name__
+        said = [one.message for one in caplog.records if one.name in loggers]
         return [line for line in said if "The memory of prefill rank" in line or "again" in line]
 
     until(lambda: lines(), "the prefill rank has looked again")

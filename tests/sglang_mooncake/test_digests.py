@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from te_transports import TRANSPORTS
 
 import te
-from sglang_mooncake import digest_thread, digesting
+from sglang_mooncake import digest_thread, digesting, sent_digests
 from sglang_mooncake.digest_thread import DigestThread, Job, Pause
 from sglang_mooncake.layout import ALONE, Verify
 from sglang_mooncake.layout import cells as cells_module
@@ -235,14 +235,14 @@ def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
 def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """Digests are made once the first event is set; the second one says that some are wanted."""
     go_on, asked = threading.Event(), threading.Event()
-    make = digesting._digests
+    make = sent_digests.make_digests
 
     def late(*args: Any) -> Any:
         asked.set()
         go_on.wait()
         return make(*args)
 
-    monkeypatch.setattr(digesting, "_digests", late)
+    monkeypatch.setattr(sent_digests, "make_digests", late)
     return go_on, asked
 
 

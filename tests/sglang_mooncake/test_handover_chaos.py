@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from handover_chaos import Counts, Traffic, Wrong, era
 
-from sglang_mooncake import digesting
+from sglang_mooncake import landed_digests
 from sglang_mooncake.layout import Difference
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ def test_digests_of_requests_in_any_order_give_no_false_alarm(shape, transport):
 
 def test_a_false_alarm_would_end_the_run(monkeypatch):
     nth: Iterator[int] = count(1)
-    compare = digesting.differences
+    compare = landed_digests.differences
 
     def alarmed(*of):
         return [Difference("page", 0, (0,), ("k of layer 0",))] if next(nth) == 3 else compare(*of)
 
-    monkeypatch.setattr(digesting, "differences", alarmed)
+    monkeypatch.setattr(landed_digests, "differences", alarmed)
     with pytest.raises(Wrong, match="is not the one that was sent: page 0 in k of layer 0"):
         era("tp1-tp1", "tcp", 10, 7, Counts())
 
