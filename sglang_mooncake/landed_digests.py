@@ -42,7 +42,7 @@ from sglang_mooncake.messages import (
     states_from_bytes,
 )
 from sglang_mooncake.rooms.arrival import CompletionDisagrees
-from sglang_mooncake.rooms.decode_events import Compare, Tell, Verified
+from sglang_mooncake.rooms.decode_events import Compare, Differs, Tell, Verified
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.stats import Recorder
 
@@ -68,7 +68,7 @@ class LandedDigests:
     layout, place, rank: of this rank; the last for sentences.
     landed: the completion record of what was asked for, once all of it is here, else None; raises
         `CompletionDisagrees`.
-    post: hands what has come of a `Compare` to the loop, from the thread.
+    post: hands what has come of a `Compare` to the loop, from the thread; a difference twice.
     kept: takes the bytes of what differs; None where they are not kept.
     """
 
@@ -78,7 +78,7 @@ class LandedDigests:
     place: Place
     rank: str
     landed: Callable[[Compare], CompletionRecord | None]
-    post: Callable[[Verified], None]
+    post: Callable[[Differs | Verified], None]
     kept: KeptBytes | None = None
     _plans: dict[Hashable, tuple[Layout, Plan]] = field(default_factory=dict)
     _unmade: Unmade = field(default_factory=Unmade)
@@ -98,11 +98,11 @@ class LandedDigests:
         close_all(self._thread, self.digester, self.kept)
 
     def _compared(self, asked: Compare, source: tuple[Layout, Place]) -> Job:
-        room, failure, tell = asked.room, None, None
+        room, failure = asked.room, None
         try:
             while (completion := self._landed(asked)) is None:
                 yield Pause.NOT_YET
-            failure, tell = yield from self._outcome(_Landed(asked, completion), source)
+            failure = yield from self._outcome(_Landed(asked, completion), source)
         except Unwanted:
             return
         except CompletionDisagrees as error:
@@ -116,7 +116,7 @@ class LandedDigests:
             if room.view.decided:
                 return
             failure = self._not_compared(asked, error)
-        self.post(Verified(room, asked.expected.tag, failure, tell))
+        self.post(Verified(room, asked.expected.tag, failure))
 
     def _landed(self, asked: Compare) -> CompletionRecord | None:
         if asked.room.view.decided:
@@ -133,8 +133,9 @@ class LandedDigests:
 
     def _outcome(
         self, landed: _Landed, source: tuple[Layout, Place]
-    ) -> Generator[Pause, None, tuple[str | None, Tell | None]]:
-        """Why the request fails, and what the source hears of it; None if all is as it was sent."""
+    ) -> Generator[Pause, None, str | None]:
+        """Why the request fails; None if all is as it was sent. The source hears of a difference
+        before any byte is read here, since its memory may soon be another request's."""
         asked, message = landed.compare, landed.compare.message
         if message.failure is not None:
             raise te.DigestError(f"it has made no digests: {message.failure}")
@@ -150,15 +151,17 @@ class LandedDigests:
         differ = differences(lists, found, theirs)
         self.recorder.compared("different" if differ else "equal")
         if not differ:
-            return None, None
+            return None
         reason = (
             f"the KV cache that arrived is not the one that was sent: {in_words(differ)}. Digests "
             f"of {asked.link} and {self.rank} differ there, of room {asked.room.number}: memory "
             "was used again too early, or something between the two ranks changes bytes"
         )
-        yield from self._keep(asked.room, reason, lists, differ)
         digests = tuple(ListDigests.of(one) for one in found)
-        return reason, Tell(asked.link, RoomDiffers(message.room, message.generation, digests))
+        tell = Tell(asked.link, RoomDiffers(message.room, message.generation, digests))
+        self.post(Differs(asked.room, tell))
+        yield from self._keep(asked.room, reason, lists, differ)
+        return reason
 
     def _keep(
         self, room: Room, reason: str, lists: Sequence[Cells], differ: Sequence[Difference]

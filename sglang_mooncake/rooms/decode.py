@@ -27,6 +27,7 @@ from sglang_mooncake.messages import (
 from sglang_mooncake.rooms.decode_events import (
     Arrived,
     Compare,
+    Differs,
     Event,
     Expect,
     Fence,
@@ -61,6 +62,7 @@ __all__ = [
     "Compare",
     "DecodeDeadlines",
     "DecodeRooms",
+    "Differs",
     "Event",
     "Expect",
     "Fence",
@@ -192,6 +194,8 @@ class DecodeRooms:
                 return self._peer_computed(link, said, now_s)
             case PeerDigested(link, message):
                 return self._peer_digested(link, message)
+            case Differs(room, tell):
+                return [] if self._requested(room) is None else [tell]
             case Verified():
                 return self._verified(event)
             case PeerFailed(link, message):
@@ -290,8 +294,8 @@ class DecodeRooms:
             self._next_generation += 1
 
     def _arrive(self, arrived: Arrived) -> list[Instruction]:
-        record = self._table.get(arrived.room)
-        if record is None or record.view.state is not RoomState.REQUESTED:
+        record = self._requested(arrived.room)
+        if record is None:
             return []  # a failure was faster in the books, but the scheduler has its KV: both fine
         self._views.mark(record, landed_s=arrived.at_s)
         self._views.advance(record, Step.QUIET, landed_nbytes=arrived.landed_nbytes)
@@ -376,13 +380,18 @@ class DecodeRooms:
         record.asked = asked
         return [Compare(record.room, link, *found, message)]
 
+    def _requested(self, room: Room) -> DecodeRoom | None:
+        """None of one that is not waiting for its pages."""
+        record = self._table.get(room)
+        is_waiting = record is not None and record.view.state is RoomState.REQUESTED
+        return record if is_waiting else None
+
     def _verified(self, verified: Verified) -> list[Instruction]:
-        record = self._table.get(verified.room)
-        if record is None or record.view.state is not RoomState.REQUESTED:
+        record = self._requested(verified.room)
+        if record is None:
             return []
         if verified.failure is not None:
-            tell: list[Instruction] = [] if verified.tell is None else [verified.tell]
-            return tell + self._end(record, RoomState.FAILED, verified.failure)
+            return self._end(record, RoomState.FAILED, verified.failure)
         self._views.change(record, verified=record.view.verified | {verified.tag})
         return []
 

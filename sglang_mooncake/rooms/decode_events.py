@@ -29,6 +29,7 @@ from sglang_mooncake.rooms.room import Room
 __all__ = [
     "Arrived",
     "Compare",
+    "Differs",
     "Event",
     "Expect",
     "Fence",
@@ -179,18 +180,25 @@ class PeerDigested:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """A `Compare` has found a difference, of which its source hears by `tell`. `Verified` follows,
+    which ends the room: its pages stay what they are until then."""
+
+    room: Room
+    tell: Tell
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """What came of a `Compare`.
 
     failure: why what has arrived from this source cannot be given to the scheduler; None if its
         digests are equal.
-    tell: what this source is to hear of it.
     """
 
     room: Room
     tag: int
     failure: str | None
-    tell: Tell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ Event = (
     | LinkRefused
     | PeerComputed
     | PeerDigested
+    | Differs
     | Verified
     | PeerFailed
     | Tick

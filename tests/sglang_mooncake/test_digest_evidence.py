@@ -17,6 +17,7 @@ import te
 from sglang_mooncake import digesting, sent_digests, sent_lately
 from sglang_mooncake.layout import cells as cells_module
 from sglang_mooncake.messages import RoomDiffers
+from sglang_mooncake.rooms.decode_events import Verified
 from sglang_mooncake.rooms.prefill import Differed
 from sglang_mooncake.rooms.prefill_events import LookAgain
 from sglang_mooncake.rooms.states import RoomState
@@ -87,9 +88,10 @@ def test_a_request_does_not_wait_until_the_bytes_of_another_one_are_read(tmp_pat
             go_on.wait()
             return read(*of)
 
-        def note(verified: Any) -> None:
-            order.append(verified.room.number)
-            post(verified)
+        def note(found: Any) -> None:
+            if isinstance(found, Verified):
+                order.append(found.room.number)
+            post(found)
 
         digests.landed, digests.post = landed_then(pair, spoil), note
         monkeypatch.setattr(digests.digester, "read", late)
@@ -124,6 +126,26 @@ def test_bytes_that_cannot_be_read_are_not_kept_and_the_request_fails_all_the_sa
         assert "is not the one that was sent: page" in (target.view.reason or "")
     assert "room 1: bytes that differ: the device is lost" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_the_source_hears_of_a_difference_before_its_bytes_are_read(tmp_path, monkeypatch, caplog):
+    """Its memory may soon be another request's."""
+    go_on = threading.Event()
+    with pair_of(verify_dir=tmp_path) as pair, faulty(pair, FAULTS[0]):
+        digester = pair.decode.side._digests.digester
+        read = digester.read
+
+        def late(*of: Any) -> Any:
+            go_on.wait()
+            return read(*of)
+
+        monkeypatch.setattr(digester, "read", late)
+        _, target = begin(pair)
+        assert "still has what its digests are of" in said_of_the_source(caplog)
+        assert not target.view.decided
+        go_on.set()
+        until(lambda: target.view.over, "the room has failed")
+    assert kept_in(tmp_path)[1]
 
 
 def said_of_the_source(caplog: Any) -> str:

@@ -18,6 +18,7 @@ from sglang_mooncake.rooms.decode import (
     Aborted,
     Compare,
     DecodeRooms,
+    Differs,
     Fence,
     PeerDigested,
     Verified,
@@ -196,14 +197,14 @@ def test_what_differs_fails_the_room_behind_its_fence():
     assert not room.view.verified
 
 
-def test_the_source_of_what_differs_is_told_before_the_room_ends():
+def test_the_source_of_what_differs_is_told_and_the_room_goes_on():
     rooms = decode_rooms()
     room = requested(rooms)
-    differs = decode.Tell("p0", RoomDiffers(room.number, room.view.generation, ()))
-    verified = Verified(room, room.view.expected[0].tag, "page 3 differs", differs)
-    first, fence, _ = rooms.handle(verified, 0)
-    assert first == differs
-    assert isinstance(fence, Fence)
+    tell = decode.Tell("p0", RoomDiffers(room.number, room.view.generation, ()))
+    assert rooms.handle(Differs(room, tell), 0) == [tell]
+    assert not room.view.decided
+    rooms.handle(Aborted(room, "the client has left"), 0)
+    assert rooms.handle(Differs(room, tell), 0) == []
 
 
 def test_what_is_compared_too_late_changes_nothing():
