@@ -4,8 +4,11 @@
  * calling thread is the process's first one. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,8 +21,20 @@ volatile int callers_put_off;   /* how often it was */
 volatile int is_flooded;        /* whatever the calling thread receives is the flood, without end */
 char flood[64];                 /* what comes again and again, flood_nbytes of it */
 volatile int flood_nbytes;
+volatile int holds_next_worker; /* the next worker that is woken up stands still, without its turn, */
+volatile int workers_held;      /* which is counted here, */
+volatile int goes_on;           /* until this is set */
+volatile int holds_senders;     /* a worker whose peer takes nothing waits, in its turn, until that is 0 */
+volatile int senders_held;      /* that have begun to */
 
 static int is_caller(void) { return syscall(SYS_gettid) == getpid(); }
+
+static int is_worker(void)
+{
+    char name[16] = "";
+    prctl(PR_GET_NAME, name);
+    return strncmp(name, "te-worker", 9) == 0;
+}
 
 static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
 
@@ -66,4 +81,34 @@ ssize_t recv(int fd, void *into, size_t nbytes, int flags)
     for (size_t i = 0; i < nbytes; i++)
         ((char *)into)[i] = flood[at++ % flood_nbytes];
     return nbytes;
+}
+
+int epoll_wait(int fd, struct epoll_event *events, int most, int timeout_ms)
+{
+    static int (*real)(int, struct epoll_event *, int, int);
+    if (!real)
+        real = next("epoll_wait");
+    int n = real(fd, events, most, timeout_ms);
+    if (n > 0 && holds_next_worker && is_worker() && __sync_bool_compare_and_swap(&holds_next_worker, 1, 0)) {
+        workers_held++;
+        while (!goes_on)
+            usleep(1000);
+    }
+    return n;
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    static ssize_t (*real)(int, const struct msghdr *, int);
+    if (!real)
+        real = next("sendmsg");
+    ssize_t n = real(fd, message, flags);
+    if (n >= 0 || errno != EAGAIN || !holds_senders || !is_worker())
+        return n;
+    senders_held++;
+    while (holds_senders)
+        usleep(1000);
+    while ((n = real(fd, message, flags)) < 0 && errno == EAGAIN)
+        usleep(1000); /* The kernel has not heard yet that there is room. */
+    return n;
 }

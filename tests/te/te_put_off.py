@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, header, segment, trailer
+from te_far import is_readable, wait_until
+from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, ack, header, segment, trailer
 from te_raw import RawListener, read_exactly
 from te_two_rails import TwoRails
 
@@ -22,6 +23,8 @@ import te
 TIMEOUT_S: Final = 30.0
 FAR: Final = 1 << 20
 NBYTES: Final = 1 << 12
+#: Far more than the kernel keeps for a peer that reads nothing.
+MUCH: Final = 1 << 25
 STALL_S: Final = 0.5
 #: Who waits sleeps at once, if nothing is there.
 CONFIG: Final = te.Config(
@@ -111,6 +114,66 @@ def the_worker_of_another_connection_stands_still() -> None:
         link.reply(1, transfer, dst.ctypes.data, bytes([9]) * NBYTES)
         assert read.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
+
+
+def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
+    """A calling thread finds the reply to the first transfer where it looks for its own answer, and
+    leaves it. The connection was not looked at by that, for however long its worker takes."""
+    config = replace(
+        CONFIG, workers=2, rails=2, stall_timeout_s=STALL_S, socket_buffer_bytes=1 << 12
+    )
+    src, dst = np.zeros(1 << 18, np.uint8), np.zeros((2, NBYTES), np.uint8)
+    with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
+        engine.register(src)
+        engine.register(dst)
+        owners, others = link.rails
+        reads, numbers = [], []
+        for one, rail in zip(dst, link.rails, strict=True):  # They take turns.
+            reads.append(link.peer.read(te.Blocks.of(FAR, one.ctypes.data, NBYTES)))
+            numbers.append(link.take(Kind.READ, rail)[0])
+        large = write_for_ever(link.peer, src)
+        assert is_readable(owners, TIMEOUT_S)
+        # While the owner's connection is busy the other one takes it, and so brings its answer.
+        small = write_for_ever(link.peer, src[:NBYTES])
+        small_number, _ = link.take(Kind.SEGMENT, others)
+        owners.sendall(ack(link.take(Kind.SEGMENT, owners)[0], AckStatus.LANDED))
+        assert large.wait(TIMEOUT_S) is te.Status.DONE
+        link.reply(0, numbers[1], dst[1].ctypes.data, bytes([9]) * NBYTES)
+        assert reads[1].wait(TIMEOUT_S) is te.Status.DONE
+        number("holds_next_worker").value = 1
+        link.reply(1, numbers[0], dst[0].ctypes.data, bytes([9]) * NBYTES)
+        wait_until(lambda: number("workers_held").value, "the second connection's worker stands")
+        until_s = time.monotonic() + 4 * STALL_S
+        while time.monotonic() < until_s:
+            wait_in_vain(small, 0.01)
+        number("goes_on").value = 1
+        assert reads[0].wait(TIMEOUT_S) is te.Status.DONE
+        assert (dst == 9).all()
+        others.sendall(ack(small_number, AckStatus.LANDED))
+        assert small.wait(TIMEOUT_S) is te.Status.DONE
+
+
+def a_peer_takes_more_just_after_it_was_suspected() -> None:
+    """Nobody has told this side that there is room; it is tried once more before the link ends."""
+    config = replace(CONFIG, stall_timeout_s=STALL_S, socket_buffer_bytes=1 << 16)
+    src = np.zeros(MUCH, np.uint8)
+    with RawListener("tcp") as listener, te.Engine(config) as engine:
+        engine.register(src)
+        peer, sock = listener.connect(engine)
+        number("holds_senders").value = 1
+        write = write_for_ever(peer, src)
+        wait_until(lambda: number("senders_held").value, "the peer is suspected")
+        left, transfer = MUCH, 0
+        while left:
+            data = read_exactly(sock, HEADER.size)
+            assert data is not None
+            _, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
+            number("holds_senders").value = 0
+            behind = LANDING.itemsize * count + nbytes + len(trailer())
+            assert read_exactly(sock, behind) is not None
+            left -= nbytes
+        sock.sendall(ack(transfer, AckStatus.LANDED))
+        assert write.wait(TIMEOUT_S) is te.Status.DONE
 
 
 if __name__ == "__main__":

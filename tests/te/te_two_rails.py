@@ -29,9 +29,10 @@ class TwoRails:
                 self.rails.append(sock)
             self.peer: te.Peer = dialled.result(TIMEOUT_S)
 
-    def frame(self) -> tuple[Kind, int, int, socket.socket]:
-        """The next one: its kind, its status, the number of its transfer, and where it came."""
-        ready, _, _ = select.select(self.rails, [], [], TIMEOUT_S)
+    def frame(self, *rails: socket.socket) -> tuple[Kind, int, int, socket.socket]:
+        """The next one, of these connections alone if there are any: its kind, its status, the
+        number of its transfer, and where it came."""
+        ready, _, _ = select.select(rails or self.rails, [], [], TIMEOUT_S)
         data = read_exactly(ready[0], HEADER.size)
         assert data is not None
         kind, status, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
@@ -41,9 +42,9 @@ class TwoRails:
         assert read_exactly(ready[0], behind) is not None
         return Kind(kind), status, transfer, ready[0]
 
-    def take(self, kind: Kind) -> tuple[int, socket.socket]:
+    def take(self, kind: Kind, *rails: socket.socket) -> tuple[int, socket.socket]:
         """The number of the transfer whose frame is the next; and where it came."""
-        found, _, transfer, rail = self.frame()
+        found, _, transfer, rail = self.frame(*rails)
         assert found == kind
         return transfer, rail
 

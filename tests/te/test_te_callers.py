@@ -93,6 +93,8 @@ def _build(folder: Path) -> None:
         "a_worker_reads_while_a_caller_goes_to_sleep",
         "a_peer_answers_without_end",
         "the_worker_of_another_connection_stands_still",
+        "what_a_caller_leaves_to_a_worker_that_stands_still",
+        "a_peer_takes_more_just_after_it_was_suspected",
     ],
 )
 def test_a_thread_that_stands_still_loses_nothing_and_keeps_nothing(what: str) -> None:
