@@ -203,10 +203,14 @@ cdef inline bint link_lock(Link *link, Worker *w) noexcept nogil:
     return pthread_mutex_lock(&link.lock) == 0
 
 
+cdef inline u64 silent_ns(Link *link, Silence *s, u64 moved_ns, u64 now, u64 limit_ns) noexcept nogil:
+    """At a check: for how long nothing has moved (`silence_lasts`), as far as it is judged by that limit."""
+    return silence_lasts(s, moved_ns, now, counts_most_ns(link.plane.workers.check_ns, limit_ns))
+
+
 cdef inline bint is_too_silent(Link *link, Silence *s, u64 moved_ns, u64 now) noexcept nogil:
     """At a check: whether nothing has moved for as long as makes a stall."""
-    cdef u64 stall_ns = link.plane.stall_ns
-    return silence_lasts(s, moved_ns, now, counts_most_ns(link.plane.workers.check_ns, stall_ns)) > stall_ns
+    return silent_ns(link, s, moved_ns, now, link.plane.stall_ns) > link.plane.stall_ns
 
 
 cdef inline u32 rails_of(Link *link) noexcept nogil:

@@ -11,6 +11,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Set by the test's program, and counted here. */
@@ -26,6 +27,8 @@ volatile int workers_held;      /* which is counted here, */
 volatile int goes_on;           /* until this is set */
 volatile int holds_senders;     /* a worker whose peer takes nothing waits, in its turn, until that is 0 */
 volatile int senders_held;      /* that have begun to */
+volatile int stood_still_s;     /* by so much the workers' clock goes on at once */
+volatile int sleeps_over;       /* of workers whom nothing has woken up: a check was due */
 
 static int is_caller(void) { return syscall(SYS_gettid) == getpid(); }
 
@@ -89,12 +92,25 @@ int epoll_wait(int fd, struct epoll_event *events, int most, int timeout_ms)
     if (!real)
         real = next("epoll_wait");
     int n = real(fd, events, most, timeout_ms);
+    if (n == 0 && timeout_ms > 0 && is_worker())
+        __sync_fetch_and_add(&sleeps_over, 1);
     if (n > 0 && holds_next_worker && is_worker() && __sync_bool_compare_and_swap(&holds_next_worker, 1, 0)) {
         workers_held++;
         while (!goes_on)
             usleep(1000);
     }
     return n;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real)
+        real = next("clock_gettime");
+    int failed = real(clock, now);
+    if (stood_still_s && is_worker())
+        now->tv_sec += stood_still_s;
+    return failed;
 }
 
 ssize_t sendmsg(int fd, const struct msghdr *message, int flags)

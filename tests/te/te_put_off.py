@@ -13,12 +13,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from te_direct import NullEngine
 from te_far import is_readable, wait_until
 from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, ack, header, segment, trailer
 from te_raw import RawListener, read_exactly
 from te_two_rails import TwoRails
 
 import te
+from te_bench._null import Wires
 
 TIMEOUT_S: Final = 30.0
 FAR: Final = 1 << 20
@@ -174,6 +176,25 @@ def a_peer_takes_more_just_after_it_was_suspected() -> None:
             left -= nbytes
         sock.sendall(ack(transfer, AckStatus.LANDED))
         assert write.wait(TIMEOUT_S) is te.Status.DONE
+
+
+def a_process_stands_still_whose_rail_has_work() -> None:
+    """The time in which it did, and its device told it nothing, is no silence of the rail."""
+    wires, memory = Wires(), np.zeros((2, NBYTES), np.uint8)
+    config = {"spin_s": 0.0, "rail_timeout_s": TIMEOUT_S, "stall_timeout_s": 2 * TIMEOUT_S}
+    with NullEngine(wires, 1, **config) as source, NullEngine(wires, 1) as target:
+        source.register(memory[0])
+        target.register(memory[1], remote="read-write")
+        peer = source.connect(target.card())
+        wires.hold(True)
+        write = peer.write(te.Blocks.of(memory[0].ctypes.data, memory[1].ctypes.data, NBYTES))
+        wait_until(lambda: peer.stats().rails[0].state == "suspect", "the rail is suspected")
+        number("stood_still_s").value = round(10 * TIMEOUT_S)
+        before = number("sleeps_over").value
+        wait_until(lambda: number("sleeps_over").value > before + 20, "it was looked at often")
+        wires.hold(False)
+        assert write.wait(TIMEOUT_S) is te.Status.DONE
+        assert peer.stats().rails[0].reason == ""
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def _build(folder: Path) -> None:
         "the_worker_of_another_connection_stands_still",
         "what_a_caller_leaves_to_a_worker_that_stands_still",
         "a_peer_takes_more_just_after_it_was_suspected",
+        "a_process_stands_still_whose_rail_has_work",
     ],
 )
 def test_a_thread_that_stands_still_loses_nothing_and_keeps_nothing(what: str) -> None:

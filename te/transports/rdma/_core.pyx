@@ -171,9 +171,9 @@ cdef bint on_arm(Polled *p) noexcept nogil:
     return False
 
 
-cdef bint is_silent(Qp *q, u64 now, u64 limit_ns) noexcept nogil:
-    """Whether nothing has come back for so long, though something should."""
-    return (q.sequence != q.completed or q.marks > q.confirmed) and now > q.progress_ns + limit_ns
+cdef bint has_work(Qp *q) noexcept nogil:
+    """Whether something should come back."""
+    return q.sequence != q.completed or q.marks > q.confirmed
 
 
 cdef u64 owed_ns(Qp *q) noexcept nogil:
@@ -192,10 +192,10 @@ cdef u64 moved_by_others(Qp *q) noexcept nogil:
     return total
 
 
-cdef bint is_left_behind(Qp *q, u64 now) noexcept nogil:
+cdef bint is_left_behind(Qp *q) noexcept nogil:
     """Whether other rails have moved so much since this one did that it is not slow but dead: both
     processes are at work."""
-    return is_silent(q, now, q.link.plane.rail_ns / MOMENTS) and (
+    return q.silence.lasted_ns > q.link.plane.rail_ns / MOMENTS and (
         moved_by_others(q)
         > q.others_moved + max(LEFT_BEHIND * q.ring_bytes, <u64>LEFT_BEHIND_BYTES)
     )
@@ -206,20 +206,21 @@ cdef void on_check(Polled *p, u64 now) noexcept nogil:
     after too long: a device may try for ever. As with stalls, only silence after one more look
     counts."""
     cdef Qp *q = <Qp *>p
-    cdef u64 moment_ns
+    cdef u64 lasted_ns, moment_ns
     cdef bint late, overdue
     if q.e == NULL or q.link.is_incoming:
         return
-    if q.progress_seen_ns != q.progress_ns:
-        q.progress_seen_ns = q.progress_ns
+    lasted_ns = silent_ns(
+        q.link, &q.silence, q.progress_ns if has_work(q) else 0, now, q.link.plane.rail_ns)
+    if lasted_ns == 0:
         q.others_moved = moved_by_others(q)
     moment_ns = max(q.link.plane.rail_ns / MOMENTS, 2 * owed_ns(q))
-    overdue = is_silent(q, now, q.link.plane.rail_ns)
-    late = is_silent(q, now, min(q.link.plane.suspect_ns, moment_ns))
+    overdue = lasted_ns > q.link.plane.rail_ns
+    late = lasted_ns > min(q.link.plane.suspect_ns, moment_ns)
     if overdue and q.overdue:
         qp_fail(q, NO_COMPLETION, 0)
-    elif late and q.late and is_left_behind(q, now):
-        qp_fail(q, NO_COMPLETION, <int>((now - q.progress_ns) / 1000000))
+    elif late and q.late and is_left_behind(q):
+        qp_fail(q, NO_COMPLETION, <int>(lasted_ns / 1000000))
     elif late and q.late and rail_step(q.link, q.index, IS_QUIET):
         kick_qps(q.link)
     q.late = late
@@ -281,7 +282,7 @@ cdef bint is_losing_a_rail(Link *link) noexcept nogil:
     cdef u64 moment_ns = min(link.plane.rail_ns, link.plane.stall_ns)
     cdef u32 i
     for i in range(d.rails_n):
-        if carries(&d.rails[i]) and is_silent(d.qps[i], now, link.plane.rail_ns):
+        if carries(&d.rails[i]) and d.qps[i].silence.lasted_ns > link.plane.rail_ns:
             return True
         if d.rails[i].state == RAIL_UNSETTLED and now < d.rails[i].since_ns + moment_ns:
             return True

@@ -9,7 +9,7 @@ from te.core.link cimport Link, Transfer
 from te.core.regions cimport Key, Region, regions_above
 from te.core.sync cimport add64, pthread_mutex_t, u32, u64
 from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX, TEXT_MAX
-from te.core.worker cimport Polled, Worker
+from te.core.worker cimport Polled, Silence, Worker
 from te.transports.rdma.balance cimport Pace
 from te.transports.rdma.pieces cimport Piece
 from te.transports.rdma.rails cimport Rail, RailTiming
@@ -79,7 +79,8 @@ cdef struct Qp:
     u32 kicks_seen, faults_seen
     bint armed, late, overdue
     u64 progress_ns
-    u64 progress_seen_ns, others_moved  # at the first look since it moved: bytes of other rails
+    Silence silence  # of what it has under way
+    u64 others_moved  # bytes of other rails when that began
     # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
     VSendWr *wrs
     VSge *sges
