@@ -27,8 +27,8 @@ __all__ = [
 
 #: Of so many requests a pair of ranks digests one, and of its cells one of so many is drawn: a page
 #: that is wrong in 16 buffers is found there 98 times of 100, as long as the pair copies less than
-#: four times `SAMPLE_NBYTES`, beyond which the part is smaller. That is 1/1024 of all bytes at most,
-#: and a core makes digests several times as fast as TCP moves bytes.
+#: four times `SAMPLE_NBYTES`, beyond which the part is smaller. That is 1/1024 of all bytes, or
+#: less, and a core makes digests several times as fast as TCP moves bytes.
 SAMPLE_ROOMS = 256
 SAMPLE_PART = 4
 #: At least so many cells, and about so many bytes at most: they take a core some milliseconds.
