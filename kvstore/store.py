@@ -28,7 +28,7 @@ from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.owners import Owners, Version
+from kvstore.client.owners import Membership, Owners, Version
 from kvstore.client.pool import Pool
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
@@ -74,6 +74,7 @@ class Store:
         memory: MemoryFile | None = None,
         *,
         lends: bool = True,
+        members: Membership | None = None,
     ) -> None:
         """Starts the engine, lends memory if ``Config.memory`` says so, or has the host's owner
         lend it (``Config.owner``), and looks for others.
@@ -83,6 +84,7 @@ class Store:
             memory: to be lent; without it, new one. ``Config.memory`` must fit.
             lends: without it, other hosts are not told of the memory: what they have comes to this
                 one by way of it, and what is put here goes to them.
+            members: how an owner in this process finds others; without it, as the settings say.
 
         Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, an index
         that cannot be used, or a host's owner that is another one than the settings want;
@@ -100,12 +102,12 @@ class Store:
         self._lease: Lease | None = None
         self._lends = lends
         with contextlib.ExitStack() as undo:
-            if self._config.owner == "host":
+            if self._config.owner == "host" and members is None:
                 of_host = self._of_host(undo)
                 self._owners: Pool = of_host
                 self._managing: Managing = HostManaging(of_host)
             else:
-                self._owners = self._of_its_own(undo, memory, lends)
+                self._owners = self._of_its_own(undo, members, memory, lends)
                 self._managing = Managing(self._owners)
             memory_used = self._memory
             self._rooms = HeaderRooms(lambda: memory_used.engine)
@@ -124,10 +126,16 @@ class Store:
             self._undo = undo.pop_all()
 
     def _of_its_own(
-        self, undo: contextlib.ExitStack, memory: MemoryFile | None, lends: bool
+        self,
+        undo: contextlib.ExitStack,
+        members: Membership | None,
+        memory: MemoryFile | None,
+        lends: bool,
     ) -> Owners:
         """This process's part of the store, which lends memory, or none, and knows the others."""
-        members, host = join(self._config)
+        host = self._config.host or self._config.engine.host
+        if members is None:
+            members, host = join(self._config)
         undo.callback(members.close)
         settings = replace(self._config.engine, keys=members.data_keys, host=host)
         engine = undo.enter_context(te.Engine(settings))

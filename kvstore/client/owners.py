@@ -50,7 +50,7 @@ from kvstore.protocol.calling import Caller, Window
 from kvstore.protocol.messages import Touch
 from kvstore.protocol.sockets import Sockets, Where
 
-__all__ = ["Owners", "Version"]
+__all__ = ["Membership", "Owners", "Version"]
 
 logger = logging.getLogger(__name__)
 

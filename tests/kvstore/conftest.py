@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from store_below import MEMORY
 from store_far import Far
+from store_host import end_all
 from store_makers import TIMEOUT_S, config, engine
+from store_meeting import owning
 
 from kvstore.host import lease
 from kvstore.membership import members
@@ -52,21 +54,21 @@ def directory() -> Iterator[Path]:
 @pytest.fixture
 def owner(directory: Path) -> Iterator[Store]:
     """A store that lends 8 MiB."""
-    with Store(config(directory, 8 * MIB)) as store:
+    with owning(config(directory, 8 * MIB)) as store:
         yield store
 
 
 @pytest.fixture
 def guest(owner: Store, directory: Path) -> Iterator[Store]:
     """A store that lends nothing, beside ``owner``."""
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         yield store
 
 
 @pytest.fixture
 def tcp_guest(owner: Store, directory: Path) -> Iterator[Store]:
     """As ``guest``, as if it were on another host: what it reads and writes goes over TCP."""
-    with Store(config(directory, engine=engine(transports=("tcp",)))) as store:
+    with owning(config(directory, engine=engine(transports=("tcp",)))) as store:
         yield store
 
 
@@ -109,3 +111,4 @@ def start_lending(directory: Path) -> Iterator[Callable[..., subprocess.Popen[st
     for one in started:
         one.kill()
         one.communicate()
+    end_all(directory)  # Of servers that had to start one behind that.

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from store_makers import SIG, Room, config, contents, keys, until
+from store_meeting import enter, leave, owning
 
 from kvstore.rules.object_table import Verdict
 from kvstore.store import Store
@@ -38,6 +39,8 @@ class Far:
         words = self.process.stdout.readline().split()
         assert words[:1] == ["ready"]
         self.name = words[1]
+        self._directory = directory
+        enter(directory, self.name, words[2])
 
     def number_in(self, store: Store) -> int:
         """Its number in a store's table."""
@@ -63,16 +66,17 @@ class Far:
 
     def kill(self) -> None:
         """As if the machine had lost it."""
+        leave(self._directory, self.name)
         self.process.kill()
         self.process.communicate()
 
 
 def main() -> None:
     directory, memory, count, nbytes, seed = sys.argv[1:]
-    with Store(config(Path(directory), int(memory))) as store:
+    with owning(config(Path(directory), int(memory))) as store:
         if int(count):
             put(store, int(count), int(nbytes), int(seed))
-        print("ready", store._memory.engine.id, flush=True)  # noqa: T201
+        print("ready", store._memory.engine.id, store._owners._endpoint, flush=True)  # noqa: T201
         sys.stdin.read()
 
 

@@ -6,12 +6,14 @@ python store_host.py DIRECTORY MEMORY COUNT NBYTES
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from store_makers import TIMEOUT_S, config, until
+from store_meeting import owning
 from store_objects import MIB, filled
 
 from kvstore.config import Config
 from kvstore.host import agreement
+from kvstore.host.hosting import Hosting
 from kvstore.host.messages import BYTES_MAX, Join, Message, decode, encode
 from kvstore.host.place import Place
+from kvstore.membership.directory import Directory
 from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
@@ -33,7 +38,7 @@ LINGER_S = 600.0
 
 def shared(directory: Path, memory: int = 16 * MIB, **more: Any) -> Config:
     """Of a process that uses the host's owner."""
-    return config(directory, memory, owner="host", **more)
+    return config(directory, memory, **more)
 
 
 def pid_of(store: Store) -> int:
@@ -93,6 +98,26 @@ def store_directory() -> Iterator[Path]:
             yield Path(path)
         finally:
             end_all(Path(path))
+
+
+@contextmanager
+def owner_here(config: Config) -> Iterator[Store]:
+    """The owner of a host in this process; others use it meanwhile."""
+    with contextlib.closing(Directory(config.directory)):
+        place = Place(config.directory)
+        lock = place.lock()
+        assert lock is not None
+        with contextlib.closing(lock), owning(config) as store, store.answering(place.calls):
+            hosting = Hosting(place, lock, agreement.pool(config), None)
+            hosting.ready(agreement.wishes(config), None)
+            thread = threading.Thread(target=hosting.run)
+            thread.start()
+            try:
+                yield store
+            finally:
+                hosting.end()
+                thread.join(TIMEOUT_S)
+                hosting.close(is_left=False)
 
 
 class User:

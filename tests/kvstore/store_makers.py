@@ -59,8 +59,8 @@ def engine(**more: Any) -> te.Config:
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """Of a store that owns its memory itself, as ``engine``."""
-    return {"engine": engine(), "request_timeout_s": TIMEOUT_S, "owner": "rank"} | more
+    """As ``engine``, of a store."""
+    return {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
 
 
 def config(directory: Path, memory: int = 0, **more: Any) -> Config:

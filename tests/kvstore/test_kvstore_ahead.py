@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, engine, keys, until
+from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, filled, handle_of
 from test_kvstore_object_table import NAMES, store, table_of
 
@@ -30,7 +31,7 @@ from kvstore.store import Store
 @pytest.fixture
 def far_guest(owner: Store, directory: Path) -> Iterator[Store]:
     """Its objects are too many bytes for one message to the owner, and its memory is not mapped."""
-    with Store(config(directory, engine=engine(transports=("tcp",)))) as one:
+    with owning(config(directory, engine=engine(transports=("tcp",)))) as one:
         until(one._owners.usable, "the owner is known")
         yield one
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 from store_makers import SIG, TIMEOUT_S
+from store_meeting import endpoints
 
-from kvstore.membership.directory import Directory
 from kvstore.protocol import messages
 from kvstore.protocol.asking import Asker, NoAnswer
 from kvstore.protocol.sockets import Sockets, Where
@@ -94,10 +94,9 @@ def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
 def test_a_service_refuses_what_it_cannot_read(
     owner: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    ((where,),) = Directory(directory).endpoints().values()
-    socket.connect(where.endpoint)
+    sockets = Sockets()
+    ((where,),) = endpoints(directory).values()
+    socket = sockets.connect(where)
 
     def asked(raw: bytes) -> messages.Answer:
         socket.send(b"12345678" + raw)
@@ -123,4 +122,4 @@ def test_a_service_refuses_what_it_cannot_read(
     claim = messages.Claim(bytes(16), SIG, 1, "0" * 32, 5)
     assert isinstance(asked(messages.encode(claim)), messages.Granted)
     socket.close()
-    context.destroy(linger=0)
+    sockets.close()

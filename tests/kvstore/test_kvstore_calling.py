@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
 from kvstore import _bytes
@@ -94,7 +95,7 @@ def test_a_get_asks_nobody_and_needs_no_living_owner(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
     far = start_far(8 * MIB, N, NBYTES)
-    with Store(config(directory)) as guest:
+    with owning(config(directory)) as guest:
         back = Room(guest, N, NBYTES)
         sees(guest)
         assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
@@ -169,7 +170,7 @@ def test_an_owner_with_too_many_lines_is_read_and_written_by_te(
 ) -> None:
     monkeypatch.setattr(answering, "LINES_MAX", 0)
     put_all(owner)
-    with Store(config(directory)) as guest:
+    with owning(config(directory)) as guest:
         sees(guest)
         back = filled(guest)
         assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
@@ -327,8 +328,8 @@ def test_memory_of_huge_pages_is_not_mapped() -> None:
 def test_memory_in_a_file_is_not_mapped_and_its_owner_still_called(directory: Path) -> None:
     """Somebody could make the file shorter, which would end who reads it."""
     with (
-        Store(config(directory, 8 * MIB, file=directory / "slab")) as owner,
-        Store(config(directory)) as guest,
+        owning(config(directory, 8 * MIB, file=directory / "slab")) as owner,
+        owning(config(directory)) as guest,
     ):
         put_all(owner)
         sees(guest)
@@ -346,7 +347,7 @@ def test_two_cannot_listen_at_one_path(owner: Store, directory: Path) -> None:
 
 
 def test_a_closed_owner_leaves_no_socket(directory: Path) -> None:
-    with Store(config(directory, 8 * MIB)):
+    with owning(config(directory, 8 * MIB)):
         assert path_of(directory)
     assert not list(directory.glob("*.near"))
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from store_host import shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning
 
 import te
 from kvstore.cli import main
@@ -75,11 +77,11 @@ def test_lent_memory_outlives_the_engines(
 ) -> None:
     line = [str(lender.pid), "4", "MiB", "0", "0", "0", "-", "-", "-", "0/0"]
     until(lambda: top(environment).split("\n")[1].split()[:10] == line, "it answers in time")
-    with Store(config(directory / "s")) as store:
+    with Store(shared(directory / "s", 0)) as store:
         room = Room(store, N, NBYTES)
         room.bytes[:] = contents(N, NBYTES)
         until(lambda: store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N)
-    with Store(config(directory / "s")) as store:
+    with Store(shared(directory / "s", 0)) as store:
         room = Room(store, N, NBYTES)
         until(lambda: store.get(keys(N), SIG, room.pieces) == [Got.RIGHT] * N)
         assert (room.bytes == contents(N, NBYTES)).all()
@@ -199,14 +201,14 @@ def test_a_wheel_says_that_it_has_no_tools(
 def test_a_directory_that_is_too_deep_is_refused(directory: Path) -> None:
     deep = directory / ("d" * 90)
     with pytest.raises(ValueError, match=r"is too long by .* bytes for the address of a Unix"):
-        Store(config(deep))
+        owning(config(deep))
 
 
 def test_a_cleaner_leaves_the_directory_alone(directory: Path) -> None:
     """systemd-tmpfiles(8) does that where it gets no lock; without the key, processes that come
     later would not be let in."""
     fd = os.open(directory, os.O_RDONLY)
-    with Store(config(directory)), pytest.raises(BlockingIOError):
+    with owning(config(directory)), pytest.raises(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
@@ -224,14 +226,17 @@ def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:
         path.touch()
     os.utime(left, (0, 0))
     os.utime(young, (4e9, 4e9))  # However long this test takes.
-    with Store(config(directory)):
+    with Store(shared(directory, 0)):
         until(lambda: not left.exists())
         assert young.exists()
 
 
 def test_strangers_on_the_host_cannot_read(directory: Path) -> None:
     """Other users can reach the engines' ports, and have not the key."""
-    with Store(config(directory, 4 << 20)) as store, te.Engine(te.Config(status_dir=None)) as other:
+    with (
+        owning(config(directory, 4 << 20)) as store,
+        te.Engine(te.Config(status_dir=None)) as other,
+    ):
         own = store._owners.own
         assert own is not None
         with pytest.raises(te.ConnectError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, keys, until
+from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
@@ -56,7 +57,7 @@ def test_what_lies_at_an_owner_that_cannot_be_connected_to_is_missing(
     """However often it is announced: an error would abort SGLang's requests."""
     put_all(owner)
     wall = Firewall(monkeypatch)
-    with Store(config(directory)) as guest:
+    with owning(config(directory)) as guest:
         until(lambda: len(guest) == N, "its announcements come")
         until(lambda: wall.threads, "it was tried")
         owner.put(keys(1, 9), SIG, filled(owner, 1).pieces)
@@ -95,7 +96,7 @@ def test_the_own_owner_is_used_again_after_a_pause(owner: Store) -> None:
 
 
 def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: Store) -> None:
-    with Store(config(directory, 8 * MIB)) as short_lived:
+    with owning(config(directory, 8 * MIB)) as short_lived:
         put_all(short_lived)
         name = short_lived._memory.engine.id
         until(lambda: owners_named(guest, name), "it is found")

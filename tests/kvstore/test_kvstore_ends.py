@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, descriptors, engine, keys, until
+from store_meeting import owning
 
 import te
 from kvstore.client.connecting import Connections
@@ -18,13 +19,12 @@ from kvstore.owner.service import Service
 from kvstore.protocol.asking import Asker, NoAnswer
 from kvstore.protocol.messages import Clear
 from kvstore.protocol.sockets import Sockets, Where
-from kvstore.store import Store
 
 MIB = 1 << 20
 
 
 def put_and_get(directory: Path) -> None:
-    with Store(config(directory, 8 * MIB)), Store(config(directory)) as guest:
+    with owning(config(directory, 8 * MIB)), owning(config(directory)) as guest:
         room = Room(guest, 4, 5000)
         until(lambda: guest.put(keys(4), SIG, room.pieces) == [Put.STORED] * 4)
         until(lambda: guest.get(keys(4), SIG, room.pieces) == [Got.RIGHT] * 4)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import SIG, TIMEOUT_S, keys, until
+from store_meeting import endpoints
 from store_objects import NBYTES
 
 import te
-from kvstore.membership.directory import Directory
 from kvstore.owner import fencing as fencing_module
 from kvstore.owner.fencing import PAUSE_S, PAUSE_S_MAX, Fencing, pause_s
 from kvstore.protocol.asking import Asker
@@ -102,7 +102,7 @@ class OpenFence:
 def ask(owner: Store, directory: Path) -> Iterator[Callable[[Claim | Publish], Answer]]:
     """As a client of another host does; from any thread."""
     sockets = Sockets()
-    ((where,),) = Directory(directory).endpoints().values()
+    ((where,),) = endpoints(directory).values()
     asker = Asker(sockets, where, "abc")
     yield lambda question: asker.ask(question, TIMEOUT_S)
     asker.close()

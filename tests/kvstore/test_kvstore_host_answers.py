@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from store_makers import SIG, Room, config, keys, until
+from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
 from kvstore.client.writing import OUTCOMES
@@ -41,14 +42,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def here(directory: Path) -> Iterator[Store]:
     """Lends a host's memory."""
-    with Store(config(directory, 16 * MIB)) as store:
+    with owning(config(directory, 16 * MIB)) as store:
         yield store
 
 
 @pytest.fixture
 def other(directory: Path) -> Iterator[Store]:
     """Lends that of another one."""
-    with Store(config(directory, 16 * MIB)) as store:
+    with owning(config(directory, 16 * MIB)) as store:
         yield store
 
 
@@ -182,7 +183,7 @@ def test_of_each_object_in_transit_it_is_told_whether_it_was_stored(
     """Those that no other host takes cost the others nothing."""
     outcomes = [Put.STORED, Put.EXISTS, Put.NO_SPACE, Put.FAILED, Put.TIMED_OUT, Put.UNREACHABLE]
     names = keys(len(outcomes))
-    with Store(config(directory, 8 * MIB), lends=False) as store:
+    with owning(config(directory, 8 * MIB), lends=False) as store:
         answers, room = answers_of(store), filled(store, len(outcomes))
         monkeypatch.setattr(answers._copies, "copy", lambda *_: outcomes)
         stored = answers.take(Take(names.tobytes(), SIG, NBYTES), room.bytes.ctypes.data)
@@ -202,6 +203,6 @@ def test_of_each_object_in_transit_it_is_told_whether_it_was_stored(
 def test_a_claim_that_is_over_at_an_owner_that_lends_nothing_is_not_published(
     directory: Path,
 ) -> None:
-    with Store(config(directory, 8 * MIB), lends=False) as store:
+    with owning(config(directory, 8 * MIB), lends=False) as store:
         assert answers_of(store)(Publish(1)) == Published(CLAIM_IS_OVER)
         assert isinstance(answers_of(store)(Greet(0)), Refused)

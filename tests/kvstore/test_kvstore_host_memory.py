@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import config
+from store_meeting import owning
 
 from kvstore.memory import host_memory
 from kvstore.memory.host_memory import check_room, meminfo_room, rooms
-from kvstore.store import Store
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def test_a_table_that_cannot_be_read_says_nothing(text: str) -> None:
 
 def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
     with pytest.raises(ValueError, match="more memory than this process can have"):
-        Store(config(directory, 1 << 46))
+        owning(config(directory, 1 << 46))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_disk_that_is_not_mounted_is_not_made_on_another(directory: Path, name
     place = missing if name == "disk" else missing.as_uri()
     more = {name: place, f"{name}_size": 16 * MIB}
     with pytest.raises(ValueError, match=f"{name}=.*there is no directory {missing.parent}"):
-        Store(config(directory, 2 * MIB, **more))
+        owning(config(directory, 2 * MIB, **more))
     assert not missing.parent.exists()
 
 
@@ -122,5 +122,5 @@ def test_a_file_without_room_is_named_and_not_left(
     # It would take all blocks before it fails, and others' writes fail meanwhile.
     monkeypatch.setattr(os, "posix_fallocate", None)
     with pytest.raises(ValueError, match=f"file='{path}' needs [0-9]+ bytes, and its file system"):
-        Store(config(directory, nbytes, file=path))
+        owning(config(directory, nbytes, file=path))
     assert not path.exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning
 
 from kvstore.client.admission import MEASURED_MIN, Admitted
 from kvstore.client.load_times import LoadTimes
@@ -96,7 +97,7 @@ def test_an_owner_that_is_reached_anew_is_measured_anew(guest: Store, stored: Ro
 
 
 def test_the_own_memory_is_a_source_like_others(directory: Path) -> None:
-    with Store(config(directory, 8 << 20)) as store:
+    with owning(config(directory, 8 << 20)) as store:
         room = Room(store, N, NBYTES)
         assert store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
         for _ in range(MEASURED_MIN):

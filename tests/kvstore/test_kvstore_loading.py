@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, impatient, keys, until
+from store_meeting import owning
 from store_objects import change_byte
 
 import te
@@ -86,7 +87,7 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
 ) -> None:
     """Its objects are there before the first part is handed over: nothing can be mended later."""
     fars = [start_far(8 * MIB, 0, 1) for _ in range(2)]
-    with Store(config(directory, copies=2)) as store:
+    with owning(config(directory, copies=2)) as store:
         until(lambda: len(store._owners.usable()) == 2)
         put_all(store)
         until(lambda: len(store) == 2 * N)
@@ -106,7 +107,7 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
 def with_far(directory: Path, start_far: Callable[..., Far]) -> Iterator[tuple[Store, Far]]:
     """A store, and an owner in another process that has all objects."""
     far = start_far(8 * MIB, 0, 1)
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         until(store._owners.usable)
         put_all(store)
         until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
@@ -118,7 +119,7 @@ def test_an_owner_that_dies_between_two_parts_costs_nothing(
     directory: Path, start_far: Callable[..., Far], room_at: Callable[[Store], Room]
 ) -> None:
     fars = [start_far(8 * MIB, 0, 1) for _ in range(2)]
-    with Store(config(directory, copies=2)) as store:
+    with owning(config(directory, copies=2)) as store:
         until(lambda: len(store._owners.usable()) == 2)
         put_all(store)
         until(lambda: len(store) == 2 * N)

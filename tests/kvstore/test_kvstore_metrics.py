@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_host import end_all, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning
 
 from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
@@ -231,7 +232,7 @@ def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> N
     ]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process,
-        Store(config(directory / "s")) as store,
+        Store(shared(directory / "s", 0)) as store,
     ):
         try:
             assert process.stdout is not None
@@ -253,7 +254,7 @@ def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> N
 
 
 def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
-    with Store(config(directory / "s", 4 << 20)) as store:
+    with owning(config(directory / "s", 4 << 20)) as store:
         room = Room(store, N, NBYTES)
         room.bytes[:] = contents(N, NBYTES)
         until(lambda: store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N)

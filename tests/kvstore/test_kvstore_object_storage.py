@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all, rests
+from store_host import shared
 from store_makers import SIG, TIMEOUT_S, config, until
+from store_meeting import owning
 from store_objects import handle_of
 
 from kvstore.config import Config
@@ -33,7 +35,7 @@ def with_objects(directory: Path, **more: Any) -> Config:
 @pytest.fixture
 def lender(directory: Path) -> Iterator[Store]:
     """A store with all objects, most of them below."""
-    with Store(with_objects(directory)) as store:
+    with owning(with_objects(directory)) as store:
         put_all(store, store)
         yield store
 
@@ -41,7 +43,7 @@ def lender(directory: Path) -> Iterator[Store]:
 @pytest.fixture
 def reader(lender: Store, directory: Path) -> Iterator[Store]:
     """One beside it that lends nothing, and knows what there is."""
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "announcements")
         yield store
 
@@ -61,14 +63,14 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
 
 @pytest.mark.slow
 def test_a_restart_has_all_objects_again(directory: Path) -> None:
-    with Store(with_objects(directory)) as store:
+    with owning(with_objects(directory)) as store:
         put_all(store, store)
         store.remove(KEYS[:10], SIG)
-    with Store(with_objects(directory)) as store:
+    with owning(with_objects(directory)) as store:
         assert store.exists(KEYS, SIG, NBYTES).tolist() == [False] * 10 + [True] * (N - 10)
         assert get(store, range(10, N)) == [Got.RIGHT] * (N - 10)
         store.clear(SIG)
-    with Store(with_objects(directory)) as store:
+    with owning(with_objects(directory)) as store:
         assert not store.exists(KEYS, SIG, NBYTES).any()
         assert not list((directory / "bucket").iterdir())
 
@@ -88,7 +90,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
         remove(self, names)
 
     copy = tmp_path / "left behind"
-    with Store(with_objects(directory)) as store:
+    with owning(with_objects(directory)) as store:
         put_all(store, store)
         until(lambda: rests(store), "nobody writes the bucket")
         down = below(store)
@@ -102,7 +104,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
             go_on.set()
         until(lambda: owner_of(store)._removed.stones.is_empty, "the bundles tell it")
     copy.chmod(0o700)
-    with Store(with_objects(directory, objects=copy.as_uri())) as store:
+    with owning(with_objects(directory, objects=copy.as_uri())) as store:
         found = below(store)
         assert down[50:].any()
         assert not found[:50].any()
@@ -146,8 +148,8 @@ def test_a_removal_that_cannot_be_told_is_in_the_log(
 def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
     """Bundles that are deleted are announced."""
     with (
-        Store(with_objects(directory, objects_size=2 * MIB)) as store,
-        Store(config(directory)) as client,
+        owning(with_objects(directory, objects_size=2 * MIB)) as store,
+        owning(config(directory)) as client,
     ):
         put_all(store, store)
         until(lambda: rests(store), "what leaves")
@@ -182,7 +184,7 @@ def test_serve_has_its_keys_again(
     """After SIGTERM all of them, and after SIGKILL those that were below."""
     options = (f"--objects={(directory / 'bucket').as_uri()}", "--objects-size=16MiB")
     process = start_lending(*options)
-    with Store(config(directory)) as client:
+    with Store(shared(directory, 0)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
         until(lambda: client.exists(KEYS[-1:], SIG, NBYTES).all(), "all news before the last one")
@@ -191,7 +193,7 @@ def test_serve_has_its_keys_again(
     assert process.wait(TIMEOUT_S) == 0
     for _ in range(2):
         process = start_lending(*options)
-        with Store(config(directory)) as client:
+        with Store(shared(directory, 0)) as client:
             until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
             assert below(client)[stored].all()
             assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
@@ -203,7 +205,7 @@ def test_serve_has_its_keys_again(
 def test_below_a_disk(directory: Path) -> None:
     """What the disk has no room for comes from there; a host that has lost its disk has it all."""
     more = {"disk": directory / "disk", "disk_size": 2 * MIB}
-    with Store(with_objects(directory, **more)) as store, Store(config(directory)) as client:
+    with owning(with_objects(directory, **more)) as store, owning(config(directory)) as client:
         put_all(store, store)
         owner = owner_of(store)
         until(lambda: rests(store), "what leaves")
@@ -219,7 +221,7 @@ def test_below_a_disk(directory: Path) -> None:
         assert outcomes.count(Got.RIGHT) > N // 2
         assert owner.stats().lower_tier_capacity > 16 * MIB
     shutil.rmtree(directory / "disk")
-    with Store(with_objects(directory, **more)) as store:
+    with owning(with_objects(directory, **more)) as store:
         there = store.exists(KEYS, SIG, NBYTES)
         assert there.sum() > N // 2
         assert get(store, np.flatnonzero(there)) == [Got.RIGHT] * int(there.sum())
@@ -228,8 +230,8 @@ def test_below_a_disk(directory: Path) -> None:
 def test_an_object_store_that_cannot_be_opened_leaves_the_disk_to_others(directory: Path) -> None:
     more = {"disk": directory / "disk", "disk_size": 2 * MIB}
     with pytest.raises(ValueError, match="objects_size=4096 is too small"):
-        Store(with_objects(directory, objects_size=4096, **more))
-    with Store(config(directory, MEMORY, **more)) as store:
+        owning(with_objects(directory, objects_size=4096, **more))
+    with owning(config(directory, MEMORY, **more)) as store:
         assert store.exists(KEYS, SIG, NBYTES).sum() == 0
 
 

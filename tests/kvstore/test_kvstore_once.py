@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_makers import SIG, config, contents, deaf, keys, until
+from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, Room, filled, put_all, sees
 
 from kvstore.objects.changes import LOWER_TIER
@@ -21,7 +22,7 @@ SIZES = pytest.mark.parametrize("nbytes", [NBYTES, 300_000])
 
 
 def test_what_another_process_has_is_not_stored_again(directory: Path, owner: Store) -> None:
-    with Store(config(directory, 8 * MIB)) as other:
+    with owning(config(directory, 8 * MIB)) as other:
         put_all(other)
         sees(owner)
         more = np.concatenate([KEYS, keys(2, 1)])
@@ -33,7 +34,7 @@ def test_what_another_process_has_is_not_stored_again(directory: Path, owner: St
 
 def test_copies_of_the_pool_are_counted(directory: Path, owner: Store) -> None:
     put_all(owner)
-    with Store(config(directory, 8 * MIB, copies=2)) as other:
+    with owning(config(directory, 8 * MIB, copies=2)) as other:
         sees(other)
         room = filled(other)
         assert other.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "one of two is missing"

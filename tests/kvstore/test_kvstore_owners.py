@@ -26,6 +26,7 @@ from store_makers import (
     keys,
     until,
 )
+from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
@@ -39,7 +40,7 @@ from kvstore.store import Store
 
 
 def test_without_an_owner_nothing_is_stored(directory: Path) -> None:
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         assert store.put(KEYS, SIG, filled(store).pieces) == [Put.UNREACHABLE] * N
         assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.MISSING] * N
 
@@ -49,7 +50,7 @@ def test_a_killed_owner_costs_misses(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     far = start_far(8 * MIB, N, NBYTES)
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         sees(store)
         room = Room(store, N, NBYTES)
         assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
@@ -72,7 +73,7 @@ def test_a_restarted_owner_is_known_by_what_it_holds_now(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
     start_far(8 * MIB, N, NBYTES).kill()
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         start_far(8 * MIB, 3, NBYTES)
         sees(store, 3)
         assert not store.exists(KEYS[3:], SIG, NBYTES).any()
@@ -81,7 +82,7 @@ def test_a_restarted_owner_is_known_by_what_it_holds_now(
 @pytest.mark.slow
 def test_two_owners_stand_in_for_each_other(directory: Path, start_far: Callable[..., Far]) -> None:
     fars = [start_far(8 * MIB, 0, NBYTES) for _ in range(3)]
-    with Store(config(directory, copies=2)) as store:
+    with owning(config(directory, copies=2)) as store:
         until(lambda: len(store._owners.usable()) == 3)
         room = put_all(store)
         until(lambda: len(store) == 2 * N)
@@ -100,7 +101,7 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
     far = start_far(8 * MIB, N, NBYTES)
     # What is mapped can be read while its owner is frozen.
     remote = engine(connect_timeout_s=1.0, transports=("tcp",))
-    with Store(config(directory, request_timeout_s=0.5, engine=remote)) as store:
+    with owning(config(directory, request_timeout_s=0.5, engine=remote)) as store:
         sees(store)
         room = Room(store, N, NBYTES)
         far.signal(signal.SIGSTOP)
@@ -120,8 +121,8 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
 
 def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
     with (
-        Store(config(directory, 4 * MIB, claim_timeout_s=3600.0)) as owner,
-        Store(config(directory)) as guest,
+        owning(config(directory, 4 * MIB, claim_timeout_s=3600.0)) as owner,
+        owning(config(directory)) as guest,
     ):
         until(guest._owners.usable)
         handle = handle_of(guest, 1)
@@ -224,7 +225,7 @@ def test_removal_survives_an_owner_that_is_frozen(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     far = start_far(8 * MIB, N, NBYTES)
-    with Store(config(directory)) as store:
+    with owning(config(directory)) as store:
         sees(store)
         assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.RIGHT] * N
         with (
@@ -257,7 +258,7 @@ def test_an_owner_that_cannot_be_connected_to_is_tried_again(
         return connect(sockets, where)
 
     monkeypatch.setattr(Sockets, "connect", full)
-    with Store(config(directory, request_timeout_s=0.1)) as store:
+    with owning(config(directory, request_timeout_s=0.1)) as store:
         until(lambda: len(store) == N, "it is followed in the end")
     assert caplog.text.count("cannot be connected to: Too many open files") == 2
     assert "a bug" not in caplog.text

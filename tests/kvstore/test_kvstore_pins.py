@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_far import Far
 from store_makers import SIG, Room, config, contents, deaf, impatient, keys, until
+from store_meeting import owning
 
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES, Slab
@@ -157,7 +158,7 @@ def test_pins_of_a_store(
 ) -> None:
     """In this process's own memory, and in another's: what is pinned outlasts all others."""
     count, nbytes = 8, 1 << 18
-    with Store(config(directory, 8 * MIB)) as owner, Store(config(directory)) as guest:
+    with owning(config(directory, 8 * MIB)) as owner, owning(config(directory)) as guest:
         who = guest if by_message else owner
         room = Room(who, count, nbytes)
         room.bytes[:] = contents(count, nbytes)
@@ -199,7 +200,7 @@ def test_pins_of_a_store(
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), 1e6])
 def test_times_are_checked(directory: Path, ttl_s: float) -> None:
     with (
-        Store(config(directory)) as alone,
+        owning(config(directory)) as alone,
         pytest.raises(ValueError, match=r"must be between 0\.001 and 86400 seconds"),
     ):
         alone.pin(NAMES, SIG, ttl_s)
@@ -211,7 +212,7 @@ def test_an_owner_that_does_not_answer_pins_nothing_and_tells_no_size(
 ) -> None:
     count, nbytes = 4, 20_000
     far = start_far(8 * MIB, count, nbytes)
-    with Store(config(directory)) as guest:
+    with owning(config(directory)) as guest:
         some = keys(count)
         until(lambda: guest.exists(some, SIG, nbytes).all(), "the owner is followed")
         until(lambda: guest.pin(some, SIG, 60.0) == [Pinned.PINNED] * count, "it answers")

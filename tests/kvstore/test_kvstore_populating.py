@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from store_below import owner_of
 from store_makers import TIMEOUT_S, config, until
+from store_meeting import owning
 
 from kvstore import _bytes
 from kvstore.memory.populating import STEP_BYTES, Populating
-from kvstore.store import Store
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def resident_kib(address: int) -> int:
 
 
 def test_a_store_has_its_pages_before_they_are_used(directory: Path) -> None:
-    with Store(config(directory, 32 * MIB)) as store:
+    with owning(config(directory, 32 * MIB)) as store:
         owner = owner_of(store)
         address = owner.card.headers_address
         until(lambda: resident_kib(address) >= owner._slab.nbytes // 1024, "the pages")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, engine, until
+from store_meeting import owning
 
 import te
 from kvstore import _bytes
@@ -23,7 +24,6 @@ from kvstore.objects.copying import Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64
-from kvstore.store import Store
 
 NBYTES = 4096
 NAMES = 2000
@@ -56,8 +56,8 @@ def race(
     ended = threading.Event()
     settings = {"free_low": 0.3, "free_high": 0.5, "chunk_bytes": 64 << 10}
     with (
-        Store(config(directory, batch * (22 << 10), **settings)) as owner,
-        Store(config(directory, verify=verify, engine=engine(transports=transports))) as guest,
+        owning(config(directory, batch * (22 << 10), **settings)) as owner,
+        owning(config(directory, verify=verify, engine=engine(transports=transports))) as guest,
     ):
 
         def churn(which: int) -> None:

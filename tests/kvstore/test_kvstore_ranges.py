@@ -12,6 +12,7 @@ from store_below import NBYTES as TIERED_BYTES
 from store_below import OBJECTS, below, with_disk
 from store_below import put_all as put_too_many
 from store_makers import SIG, config, contents, deaf, until
+from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, Room, put_all, sees
 
 from kvstore.objects.outcomes import Got
@@ -54,7 +55,7 @@ def test_a_part_beyond_the_object_is_refused(owner: Store, offset: int) -> None:
 
 
 def test_a_part_of_what_lies_in_the_lower_tier_is_promoted_first(directory: Path) -> None:
-    with Store(with_disk(directory)) as lender, Store(config(directory)) as reader:
+    with owning(with_disk(directory)) as lender, owning(config(directory)) as reader:
         put_too_many(lender, lender)
         until(lambda: below(reader).any() and len(reader) == len(TIERED), "it is announced")
         down = np.flatnonzero(below(reader))[:3]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_makers import SIG, Room, config, contents, impatient, keys, until
+from store_host import shared
+from store_makers import SIG, Room, config, contents, keys, until
+from store_meeting import owning
 
 from kvstore.config import Config
 from kvstore.memory.slab import UNIT_BYTES
@@ -53,18 +55,18 @@ def serve(directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.mark.slow
 def test_a_restarted_lender_has_its_keys_again(
-    serve: Callable[..., subprocess.Popen[str]], directory: Path
+    serve: Callable[..., subprocess.Popen[str]], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvstore.host.lease.GIVEN_WAY_S", 3600.0)  # Nobody starts one meanwhile.
     first = serve()
-    with Store(config(directory / "s")) as store:
+    with Store(shared(directory / "s", 0)) as store:
         room = Room(store, N, NBYTES)
         room.bytes[:] = contents(N, NBYTES)
         until(lambda: store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "they are stored")
         until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "they are announced")
         first.kill()
         first.wait()
-        with impatient(store):
-            until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "its keys are gone")
+        until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "its keys are gone")
         with (directory / "slab").open("r+b") as file:  # One byte of the fourth object.
             whole = np.memmap(file, np.uint8)
             changed = whole.tobytes().index(contents(N, NBYTES)[3].tobytes())
@@ -85,11 +87,11 @@ def test_a_restarted_lender_has_its_keys_again(
 def test_an_owner_knows_what_its_file_has(directory: Path) -> None:
     """Without any other process; closed in order and opened again."""
     settings = config(directory / "s", 8 * MIB, file=directory / "slab")
-    with Store(settings) as store:
+    with owning(settings) as store:
         room = Room(store, N, NBYTES)
         room.bytes[:] = contents(N, NBYTES)
         assert store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N
-    with Store(settings) as store:
+    with owning(settings) as store:
         room = Room(store, N, NBYTES)
         assert store.exists(KEYS, SIG, NBYTES).all()
         assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, engine, keys, until
+from store_meeting import owning
 
 from kvstore.client import puts
 from kvstore.objects.outcomes import Got, Put
@@ -71,7 +72,7 @@ def test_those_that_are_there_are_left_out(guest: Store, owner: Store) -> None:
 
 
 def test_a_full_owner_takes_none(directory: Path) -> None:
-    with Store(config(directory, 256 << 10, chunk_bytes=64 << 10, free_low=0.0)) as owner:
+    with owning(config(directory, 256 << 10, chunk_bytes=64 << 10, free_low=0.0)) as owner:
         room = filled(owner, 1)
         found = [owner.put(keys(1, seed), SIG, room.pieces)[0] for seed in range(100)]
     assert set(found) >= {Put.STORED, Put.NO_SPACE}
@@ -133,7 +134,7 @@ def test_an_owner_that_does_not_answer_costs_the_deadline(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     far = start_far(8 * MIB, 0, NBYTES)
-    with Store(config(directory, engine=engine(connect_timeout_s=1.0))) as guest:
+    with owning(config(directory, engine=engine(connect_timeout_s=1.0))) as guest:
         until(guest._owners.usable, "the owner is known")
         far.signal(signal.SIGSTOP)
         found = guest.put(KEYS, SIG, filled(guest).pieces, timeout_s=0.2)

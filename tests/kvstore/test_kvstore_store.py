@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_makers import SIG, SIGNATURE, TIMEOUT_S, Room, config, deaf, engine, keys, until
+from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, sees
 
 import te
@@ -71,8 +72,8 @@ def test_sizes(owner: Store, nbytes: int) -> None:
 def test_over_tcp(directory: Path) -> None:
     tcp = engine(transports=("tcp",))
     with (
-        Store(config(directory, 8 * MIB, engine=tcp)) as owner,
-        Store(config(directory, engine=tcp)) as guest,
+        owning(config(directory, 8 * MIB, engine=tcp)) as owner,
+        owning(config(directory, engine=tcp)) as guest,
     ):
         room = put_all(owner)
         sees(guest)

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from store_makers import TIMEOUT_S, config, engine, until
+from store_meeting import endpoints
 
 import te
 from bootstrap_server.admission import unauthenticated
 from kvstore._table import Table
 from kvstore.client import following as far_module
 from kvstore.client.following import Following
-from kvstore.membership.directory import Directory
 from kvstore.owner.owner import Owner
 from kvstore.owner.service import Service
 from kvstore.protocol.asking import Asker
@@ -91,7 +91,7 @@ def test_false_entries_hide_no_owner(
     monkeypatch.setattr(far_module, "TRYING_MAX", 4)
     monkeypatch.setattr(far_module, "LOOK_S", 0.0)
     false = [Where(f"ipc://{directory}/nobody-{number}") for number in range(6)]
-    ((name, (right,)),) = Directory(directory).endpoints().items()
+    ((name, (right,)),) = endpoints(directory).items()
     found = {f"{number:032x}": (where,) for number, where in enumerate(false)}
     sockets, heard = Sockets(), set[int]()
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from store_host import end_all, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 import te
@@ -44,7 +45,7 @@ def host(directory: Path) -> Iterator[Store]:
 @pytest.fixture
 def other(directory: Path) -> Iterator[Store]:
     """Lends memory as a process of another host does."""
-    with Store(config(directory, 16 * MIB)) as store:
+    with owning_by_settings(config(directory, 16 * MIB)) as store:
         yield store
 
 

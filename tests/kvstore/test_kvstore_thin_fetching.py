@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from store_host import end_all, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning
 from store_objects import KEYS, MIB
 
 from kvstore.client.deadline import Deadline
@@ -222,7 +223,7 @@ def test_a_child_that_stays_keeps_no_line_open(host: Store) -> None:
 
 @pytest.fixture
 def lender(directory: Path) -> Iterator[Store]:
-    with Store(config(directory, 64 * MIB, claim_timeout_s=1.0)) as store:
+    with owning(config(directory, 64 * MIB, claim_timeout_s=1.0)) as store:
         yield store
 
 
@@ -370,12 +371,12 @@ def test_a_file_stays_the_owner_s_while_memory_that_never_answers_is_read_into_i
     monkeypatch.setattr(Copier, "fetch", fetch_late)
     caplog.set_level(logging.INFO)
     path, settings = directory / "owner.calls", config(directory, 8 * MIB, file=directory / "slab")
-    with Store(settings) as store, store.answering(path) as answerer:
+    with owning(settings) as store, store.answering(path) as answerer:
         room, line = large(store), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
         asking = asking_in_vain(line, room)
         assert reads.wait(TIMEOUT_S)
     with pytest.raises(ValueError, match="in use by another process of the store"):
-        Store(settings)
+        owning(settings)
     answers.set()
     asking.join(TIMEOUT_S)
     until(lambda: not answerer._lines, "the line has ended")

@@ -14,6 +14,7 @@ import pytest
 from store_etcd import INDEXES, EtcdServer, index_server
 from store_host import end_all, pid_of, shared
 from store_makers import SIG, Room, config, contents, keys, until
+from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 from store_redis import RedisServer, at_index
 
@@ -153,7 +154,7 @@ def host(directory: Path) -> Iterator[Store]:
 
 def test_what_fits_no_chunk_of_the_host_is_no_hit(directory: Path, host: Store) -> None:
     """A load would be aborted."""
-    with Store(config(directory, 64 * MIB)) as other:
+    with owning_by_settings(config(directory, 64 * MIB)) as other:
         room = filled(other, 2, BIG)
         assert host.put(NAMES, SIG, filled(host, 2, BIG).pieces) == [Put.TOO_LARGE] * 2
         assert other.put(NAMES, SIG, room.pieces) == [Put.STORED] * 2
@@ -170,7 +171,7 @@ def test_what_fits_no_chunk_of_the_host_is_no_hit(directory: Path, host: Store) 
 def test_it_is_stored_in_parts_on_this_host_and_read_from_another(
     directory: Path, host: Store
 ) -> None:
-    with Store(config(directory, 16 * MIB)) as other:
+    with owning_by_settings(config(directory, 16 * MIB)) as other:
         until(lambda: sum(map(bool, host._owners.ranks)) == 2, "they know each other")
         mine, theirs = LargeObjects(host, MIB // 2), LargeObjects(other, MIB // 2)
         room, back = filled(host, 2, BIG), Room(host, 2, BIG)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from store_host import end_all, is_alive, kill, pid_of, pids, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 from kvstore.host.place import Place
@@ -40,7 +41,7 @@ def host(directory: Path) -> Iterator[Store]:
 @pytest.fixture
 def other(directory: Path, host: Store) -> Iterator[Store]:
     """Lends memory as a process of another host does. The two know each other."""
-    with Store(config(directory, 64 * MIB)) as store:
+    with owning_by_settings(config(directory, 64 * MIB)) as store:
         until(lambda: len(known_to(host)) == 2, "the owner knows the other host's")
         yield store
 
@@ -152,13 +153,16 @@ def test_memory_that_the_processor_cannot_read_takes_the_same_way(
 
 
 def test_copies_lie_at_several_hosts(directory: Path, other: Store, host: Store) -> None:
-    with Store(shared(directory, 0, copies=2)) as two, Store(config(directory, 64 * MIB)) as third:
+    with (
+        Store(shared(directory, 0, copies=2)) as two,
+        owning_by_settings(config(directory, 64 * MIB)) as third,
+    ):
         until(lambda: len(known_to(host)) == 3, "the owner knows both")
         room = put_all(two)
         assert of_its_own(other) == of_its_own(third) == N
         other.close()
         until(lambda: len(known_to(host)) == 2, "one has gone")
-        with Store(config(directory, 64 * MIB)) as fourth:
+        with owning_by_settings(config(directory, 64 * MIB)) as fourth:
             until(lambda: len(known_to(host)) == 3, "the owner knows the new one")
             assert set(two.put(KEYS, SIG, room.pieces)) <= {Put.EXISTS, Put.STORED}
             assert of_its_own(fourth) == N
