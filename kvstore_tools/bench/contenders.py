@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -26,6 +28,7 @@ import numpy.typing as npt
 
 import te
 from kvstore.config import Config
+from kvstore.host.place import Place
 from kvstore.objects.changes import Keys, keys_of_hex
 from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
@@ -33,10 +36,11 @@ from kvstore.objects.signature import Signature
 from kvstore.store import Store
 from te.checkout import CHECKOUT
 
-__all__ = ["CONTENDERS", "Absent", "Contender", "Objects", "names_of"]
+__all__ = ["CONTENDERS", "Absent", "Contender", "Objects", "await_end", "names_of"]
 
 START_TIMEOUT_S: Final = 30.0
 HOST: Final = "127.0.0.1"
+FAR_HOST: Final = "127.0.0.2"
 
 
 class Absent(Exception):
@@ -105,8 +109,20 @@ class Contender:
 
     def start_module(self, name: str, *arguments: str) -> None:
         """One of this folder's, which says "ready"."""
-        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.start([sys.executable, "-m", name, *arguments], "ready", PYTHONPATH=path)
+        self.start([sys.executable, "-m", name, *arguments], "ready", PYTHONPATH=_path())
+
+    def start_redis(self, *settings: str) -> int:
+        """Its port; ``Absent``."""
+        server = shutil.which("redis-server") or shutil.which("valkey-server")
+        if server is None:
+            raise Absent("neither redis-server nor valkey-server is installed")
+        if importlib.util.find_spec("redis") is None:
+            raise Absent("the Python package redis is not installed")
+        port = _free_port()
+        quiet = ["--save", "", "--appendonly", "no", "--bind", HOST, "--dir", str(self.folder)]
+        self.start([server, "--port", str(port), *settings, *quiet])
+        _await_port(port)
+        return port
 
     def start(self, command: Sequence[str], ready: str | None = None, **more: str) -> None:
         """A process that ends with the contender; waits for a line that begins with ``ready``."""
@@ -127,34 +143,23 @@ class Contender:
 
 
 class Ours(Contender):
-    """A store whose memory another process lends, on the same host."""
+    """A store, whose memory the owner of this host has in a process of its own."""
 
     name: ClassVar = "ours"
-    transports: ClassVar[tuple[str, ...]] = te.config.TRANSPORTS
-    is_own: ClassVar = False
 
     def open(self, memory: npt.NDArray[np.uint8], lent: int) -> None:
         """See ``Contender``."""
-        lender = Config(
-            owner="rank",
-            memory=lent,
-            directory=self.folder / "s",
-            engine=te.Config(transports=self.transports, status_dir=None),
-        )
-        if not self.is_own:
-            arguments = [str(lender.directory), str(lent), *self.transports]
-            self.start_module("kvstore_tools.bench.lend", *arguments)
-        config = lender if self.is_own else lender.lending_nothing
-        self._store = self.undo.enter_context(Store(config))
+        engine = te.Config(status_dir=None)
+        self.use(Config(memory=lent, directory=self.folder / "s", linger_s=0.0, engine=engine))
         self._store.register(memory)
+
+    def use(self, config: Config) -> None:
+        """A client with these settings; the owner ends behind it."""
+        self.undo.callback(await_end, config.directory)
+        self._store = self.undo.enter_context(Store(config))
         self._signature = Signature(
             weights="bench", dtype="-", page_size=1, layers=(0, 0), heads=(0, 0), layout="bench/1"
         ).digest
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not any(one.usable for one in self._store.status().owners) and not self.is_own:
-            if time.monotonic() > deadline_s:
-                raise RuntimeError("the lending process was not found")
-            time.sleep(0.05)
 
     def put(self, objects: Objects) -> int:
         """See ``Contender``."""
@@ -178,17 +183,25 @@ class Ours(Contender):
 
 
 class OursTcp(Ours):
-    """The same over TCP."""
+    """A host that lends no memory, and another one that does, over TCP. They meet at Redis."""
 
     name: ClassVar = "ours tcp"
-    transports: ClassVar[tuple[str, ...]] = ("tcp",)
 
-
-class OursLocal(Ours):
-    """Memory of the client's own process."""
-
-    name: ClassVar = "ours local"
-    is_own: ClassVar = True
+    def open(self, memory: npt.NDArray[np.uint8], lent: int) -> None:
+        """See ``Contender``."""
+        index, secret = f"redis://{HOST}:{self.start_redis()}", self.folder / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        where = [f"--index={index}", f"--secret-file={secret}", "--transports=tcp"]
+        where += [f"--directory={self.folder / 'far'}", f"--host={FAR_HOST}"]
+        command = [sys.executable, "-m", "kvstore", "serve", f"--memory={lent}", *where]
+        self.start(command, "kvstore: lends", PYTHONPATH=_path())
+        engine = te.Config(transports=("tcp",), status_dir=None)
+        here = {"directory": str(self.folder / "s"), "linger_s": 0.0, "host": HOST}
+        here |= {"index": index, "secret_file": str(secret)}
+        self.use(replace(Config.of(here), engine=engine))
+        self._store.register(memory)
+        _await(lambda: self._store.lenders, "the other host's owner was not found")
 
 
 class Mooncake(Contender):
@@ -250,18 +263,8 @@ class Redis(Contender):
 
     def open(self, memory: npt.NDArray[np.uint8], lent: int) -> None:  # noqa: ARG002
         """See ``Contender``."""
-        server = shutil.which("redis-server") or shutil.which("valkey-server")
-        if server is None:
-            raise Absent("neither redis-server nor valkey-server is installed")
-        try:
-            module: Any = importlib.import_module("redis")
-        except ImportError as error:
-            raise Absent(f"redis cannot be imported: {error}") from error
-        port = _free_port()
-        limits = ["--maxmemory", str(lent), "--maxmemory-policy", "allkeys-lru"]
-        quiet = ["--save", "", "--appendonly", "no", "--bind", HOST, "--dir", str(self.folder)]
-        self.start([server, "--port", str(port), *limits, *quiet])
-        _await_port(port)
+        port = self.start_redis("--maxmemory", str(lent), "--maxmemory-policy", "allkeys-lru")
+        module: Any = importlib.import_module("redis")
         self._redis = module.Redis(host=HOST, port=port)
         self.undo.callback(self._redis.close)
 
@@ -293,7 +296,7 @@ class Redis(Contender):
 
 
 CONTENDERS: Final[dict[str, tuple[type[Contender], ...]]] = {
-    "ours": (Ours, OursTcp, OursLocal),
+    "ours": (Ours, OursTcp),
     "mooncake": (Mooncake,),
     "redis": (Redis,),
 }
@@ -325,13 +328,34 @@ def _free_port() -> int:
         return port
 
 
+def _path() -> str:
+    return os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _await_port(port: int) -> None:
+    def answers() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port), 1.0):
+            return True
+        return False
+
+    _await(answers, f"nobody listens at port {port}")
+
+
+def await_end(directory: Path) -> None:
+    """Waits until the owner of a store has ended, which nobody uses any more."""
+
+    def has_ended() -> bool:
+        lock = Place(directory).lock()
+        if lock is not None:
+            lock.close()
+        return lock is not None
+
+    _await(has_ended, "the owner of the store does not end")
+
+
+def _await(condition: Callable[[], object], late: str) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with socket.create_connection((HOST, port), 1.0):
-                return
-        except OSError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.05)
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{late} within {START_TIMEOUT_S:g} s")
+        time.sleep(0.05)

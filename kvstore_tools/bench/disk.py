@@ -4,6 +4,7 @@ objects in memory, and plain reads of the store's own segment files by as many t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -23,10 +24,11 @@ from kvstore.objects.changes import Keys, keys_of_hex
 from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
 from kvstore.objects.signature import Signature
+from kvstore.owner.card import OwnerStats
 from kvstore.store import Store
 from kvstore.tiers.disk import THREADS
 from kvstore.tiers.segmentfiles import aligned
-from kvstore_tools.bench.contenders import names_of
+from kvstore_tools.bench.contenders import await_end, names_of
 
 __all__ = ["measure", "text"]
 
@@ -66,10 +68,9 @@ def measure(
         while not all(store.exists(keys, SIGNATURE, nbytes).all() for keys in (*batches, *fillers)):
             for keys in (*batches, *fillers):
                 _put(store, keys, room[0])
-        own = store.status().own
-        assert own is not None
+        demoted = _own(store).demoted
         seconds = time.perf_counter() - begun_s
-        found["put, and written to the disk"] = [own.demoted * nbytes / 1e9 / seconds]
+        found["put, and written to the disk"] = [demoted * nbytes / 1e9 / seconds]
         for keys in fillers:  # What lies in memory has a copy below then, and goes without a write.
             _get(store, keys, room)
         _await_quiet(store)
@@ -93,18 +94,31 @@ def _store(directory: Path, memory: int, size: int) -> Iterator[tuple[Store, Pat
     with (
         tempfile.TemporaryDirectory(prefix="kv") as place,
         tempfile.TemporaryDirectory(prefix="kv", dir=directory) as disk,
-        Store(
-            Config(
-                owner="rank",
-                memory=memory,
-                disk=Path(disk),
-                disk_size=size,
-                directory=Path(place) / "s",
-                engine=te.Config(status_dir=None),
-            )
-        ) as store,
+        contextlib.ExitStack() as behind,
     ):
+        here = Path(place) / "s"
+        behind.callback(await_end, here)
+        store = behind.enter_context(
+            Store(
+                Config(
+                    memory=memory,
+                    disk=Path(disk),
+                    disk_size=size,
+                    directory=here,
+                    linger_s=0.0,
+                    engine=te.Config(status_dir=None),
+                )
+            )
+        )
         yield store, Path(disk)
+
+
+def _own(store: Store) -> OwnerStats:
+    """What the owner tells of itself."""
+    own = store.figures().own
+    if own is None:
+        raise RuntimeError("the owner of the store does not answer")
+    return own
 
 
 def _put(store: Store, keys: Keys, source: np.ndarray) -> None:
@@ -122,9 +136,9 @@ def _put(store: Store, keys: Keys, source: np.ndarray) -> None:
 def _await_quiet(store: Store) -> None:
     """Until nothing is on its way down."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while (own := store.status().own) is not None and own.demoting:
+    while waiting := _own(store).demoting:
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{own.demoting} objects are not written to the disk in time")
+            raise RuntimeError(f"{waiting} objects are not written to the disk in time")
         time.sleep(0.001)
 
 

@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from rdma_testbed.packages import ensure_programs
 
 from kvstore.cli import main
 from kvstore_tools.bench import command, contenders
@@ -23,9 +24,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_all_of_ours_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    ensure_programs({"redis-server": "redis-server"}, "hosts that meet in a benchmark")
     assert main(["bench", "--rounds", "1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    ours = {"ours", "ours tcp", "ours local"}
+    ours = {"ours", "ours tcp"}
     assert set(figures) == {
         "put 4 KiB × 2",
         "get 4 KiB × 2",
@@ -69,6 +71,18 @@ def test_other_bytes_than_were_stored_end_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(contenders.CONTENDERS, "ours", (Liar,))
     with pytest.raises(RuntimeError, match="liar gave other bytes than were stored"):
         main(["bench", "--rounds", "1"])
+
+
+def test_without_redis_one_host_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders.shutil, "which", lambda _: None)
+    monkeypatch.setitem(contenders.CONTENDERS, "ours", (contenders.OursTcp,))
+    monkeypatch.setattr(command, "_measure", lambda found, *_: {"row": dict.fromkeys(found, 1)})
+    assert main(["bench", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "ours tcp is left out: neither redis-server nor valkey-server is installed" in said.err
+    assert json.loads(said.out) == {"row": {}}
 
 
 def test_peers_that_are_unknown_or_not_there(
