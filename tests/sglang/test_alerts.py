@@ -27,7 +27,7 @@ import yaml
 from bootstrap_rank import rank_process
 from handover import HOST, NEVER_S, PrefillRank, make_context, until
 from rank_process import AUX, SOURCE_PAGES, RankProcess, prefill_rank
-from store_makers import config, impatient
+from store_makers import config
 from test_kvstore_metrics import STATUS
 from test_stats import ENGINE
 
@@ -362,8 +362,13 @@ def test_a_prefill_server_has_another_secret(
 
 @fires("StoreOwnersLost")
 def test_an_owner_of_the_store_is_killed(
-    tmp_path: Path, undo: ExitStack, registry: str, names: set[str]
+    tmp_path: Path,
+    undo: ExitStack,
+    registry: str,
+    names: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvstore.host.lease.GIVEN_WAY_S", 3600.0)  # Nobody starts another one.
     place = undo.enter_context(tempfile.TemporaryDirectory(prefix="kv"))
     root = Path(kvstore.__file__).parents[1]
     owner = subprocess.Popen(
@@ -378,7 +383,6 @@ def test_an_owner_of_the_store_is_killed(
     assert owner.stdout is not None
     assert owner.stdout.readline().startswith("kvstore: lends")
     client = undo.enter_context(Store(config(Path(place))))
-    undo.enter_context(impatient(client))
     until(client._owners.usable, "the owner is known")
     server = undo.enter_context(MetricsServer(client.status, HOST, 0))
     jobs = {"kvstore": [_address(server)], "sglang-mooncake-registry": [registry]}
