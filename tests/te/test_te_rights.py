@@ -143,6 +143,26 @@ def test_ranges_are_looked_up_as_byte_by_byte(
     assert count == len(allowed) - len({byte for byte in allowed if byte + 1 in allowed})
 
 
+@pytest.mark.parametrize("limit", [1 << 13, 1 << 40, 1 << 62], ids=["dense", "apart", "far"])
+def test_many_ranges_are_looked_up_alike(limit: int) -> None:
+    """Above some hundred they are sorted in another way."""
+    random = np.random.default_rng(limit)
+    ranges = [(int(one), 4) for one in random.integers(16, limit, 3000)]
+    pieces: list[list[int]] = []
+    for start, size in sorted(ranges):
+        if pieces and start <= pieces[-1][1]:
+            pieces[-1][1] = max(pieces[-1][1], start + size)
+        else:
+            pieces.append([start, start + size])
+    made = ctypes.create_string_buffer(packed_ranges(ranges), 16 * len(ranges))
+    assert _normalise(made, len(ranges)) == len(pieces)
+    assert [list(one) for one in struct.iter_unpack("<QQ", made.raw)][: len(pieces)] == pieces
+    for start, end in pieces:
+        assert _cover(made, len(pieces), start, end - start)
+        assert not _cover(made, len(pieces), start - 1, 2)
+        assert not _cover(made, len(pieces), end - 1, 2)
+
+
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
 def test_no_address_is_too_high_for_the_look_up(address: int, nbytes: int) -> None:
     ranges = [(16, 1 << 62), ((1 << 63) - 2, 1)]
