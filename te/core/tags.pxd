@@ -27,6 +27,10 @@ cdef struct Opening:
     Identity peer
     Range *ranges  # rising, apart from each other; NULL: it is for all that the regions allow
     u64 ranges_n
+    # Of many ranges: the one with the last start in the first k of equal parts of 2**shift bytes.
+    u32 *places
+    u64 places_n
+    u32 shift
     u64 nbytes  # atomic: of the transfers counted; added first, so that it is never too few
     u64 progress_ns  # atomic: of a read, when bytes last landed
     u32 is_open, refs  # atomic
@@ -65,13 +69,8 @@ cdef void opening_forget(Tags *tags, Opening *o) noexcept nogil
 # Sorts the ranges, of which none is empty, and makes those one that overlap or touch; how many are
 # left.
 cdef u64 ranges_normalise(Range *ranges, u64 n) noexcept nogil
-# Whether one of them has all these bytes, in O(log n). Any u64 is safe here.
-cdef bint ranges_cover(const Range *ranges, u64 n, u64 address, u64 nbytes) noexcept nogil
-
-
-cdef inline bint opening_covers(Opening *o, u64 address, u64 nbytes) noexcept nogil:
-    """Whether these bytes may be written under it; NULL is no tag, which has no ranges."""
-    return o == NULL or o.ranges == NULL or ranges_cover(o.ranges, o.ranges_n, address, nbytes)
+# Whether these bytes, which may be any, may be written under it; NULL is no tag, which has no ranges.
+cdef bint opening_covers(const Opening *o, u64 address, u64 nbytes) noexcept nogil
 
 
 cdef void say_not_covered(

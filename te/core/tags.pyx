@@ -12,6 +12,10 @@ from te.core.sync cimport (
 )
 
 
+cdef enum:
+    FEW = 256  # ranges: less than that are sorted and found soon enough
+
+
 cdef void tags_init(Tags *tags) noexcept nogil:
     pthread_mutex_init(&tags.lock, NULL)
 
@@ -45,6 +49,8 @@ cdef Opening *opening_new(u64 value, Range *ranges, u64 ranges_n) noexcept nogil
     cdef Opening *o = <Opening *>need(sizeof(Opening))
     o.value, o.ranges, o.ranges_n = value, ranges, ranges_n
     o.is_open = o.refs = 1
+    if FEW <= ranges_n < <u32>-1:
+        find_places(o)
     return o
 
 
@@ -56,6 +62,7 @@ cdef void opening_bind(Opening *o, const Identity *peer, bint is_of_life) noexce
 cdef void opening_drop(Opening *o) noexcept nogil:
     if o != NULL and add32(&o.refs, -1) == 0:
         free(o.ranges)
+        free(o.places)
         free(o)
 
 
@@ -93,9 +100,6 @@ cdef void opening_forget(Tags *tags, Opening *o) noexcept nogil:
 
 
 # -- ranges
-
-cdef enum:
-    FEW = 256  # ranges: qsort takes them sooner
 
 cdef int by_start(const void *a, const void *b) noexcept nogil:
     cdef u64 one = (<const Range *>a).start, other = (<const Range *>b).start
@@ -156,14 +160,41 @@ cdef u64 ranges_normalise(Range *ranges, u64 n) noexcept nogil:
     return kept
 
 
+cdef void find_places(Opening *o) noexcept nogil:
+    """For look-ups in no order. Among 40,000 ranges a search of them all takes 300 ns."""
+    cdef u64 first = o.ranges[0].start, span = o.ranges[o.ranges_n - 1].start - first, i
+    while span >> o.shift >= o.ranges_n:
+        o.shift += 1
+    o.places_n = (span >> o.shift) + 2
+    o.places = <u32 *>need(o.places_n * sizeof(u32))
+    for i in range(o.ranges_n):
+        o.places[(o.ranges[i].start - first >> o.shift) + 1] = <u32>i
+    for i in range(1, o.places_n):
+        o.places[i] = max(o.places[i], o.places[i - 1])
+
+
 cdef bint ranges_cover(const Range *ranges, u64 n, u64 address, u64 nbytes) noexcept nogil:
+    """Whether one of them, of which there is one, has all these bytes."""
     cdef const Range *last = ranges
-    cdef u64 left = n, half, end = address + nbytes
-    while left > 1:  # for the last that starts at the address or below; without a branch
-        half = left >> 1
-        last += half * (last[half].start <= address)
-        left -= half
-    return n != 0 and last.start <= address <= end <= last.end
+    cdef u64 half, end = address + nbytes
+    while n > 1:  # for the last that starts at the address or below
+        half = n >> 1
+        if last[half].start <= address:
+            last += half
+        n -= half
+    return last.start <= address <= end <= last.end
+
+
+cdef bint opening_covers(const Opening *o, u64 address, u64 nbytes) noexcept nogil:
+    cdef u64 first = 0, n, part
+    if o == NULL or o.ranges == NULL:
+        return True
+    n = o.ranges_n
+    if o.places != NULL and address >= o.ranges[0].start:
+        part = min(address - o.ranges[0].start >> o.shift, o.places_n - 2)
+        first = o.places[part]
+        n = o.places[part + 1] - first + 1
+    return n != 0 and ranges_cover(o.ranges + first, n, address, nbytes)
 
 
 # -- sentences

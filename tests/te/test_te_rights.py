@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pytest
@@ -118,16 +118,33 @@ def test_new_tags_are_all_different_and_can_be_expected() -> None:
             engine.expect(tag)
 
 
-_U64 = ctypes.c_uint64
-_normalise = function("te.core.tags", "ranges_normalise", _U64, ctypes.c_void_p, _U64)
-_cover = function("te.core.tags", "ranges_cover", ctypes.c_int, ctypes.c_void_p, _U64, _U64, _U64)
+_U64, _PTR = ctypes.c_uint64, ctypes.c_void_p
+_malloc = ctypes.CFUNCTYPE(_PTR, ctypes.c_size_t)(("malloc", ctypes.CDLL(None)))
+_normalise = function("te.core.tags", "ranges_normalise", _U64, _PTR, _U64)
+_new = function("te.core.tags", "opening_new", _PTR, _U64, _PTR, _U64)
+_covers = function("te.core.tags", "opening_covers", ctypes.c_int, _PTR, _U64, _U64)
+_drop = function("te.core.tags", "opening_drop", None, _PTR)
 
 
-def cover(packed: bytes, address: int, nbytes: int) -> tuple[int, bool]:
-    """How many ranges are left of a tag's, and whether these bytes may be written under it."""
-    made = ctypes.create_string_buffer(packed, len(packed) + 1)
-    count = int(_normalise(made, len(packed) // 16))
-    return count, bool(_cover(made, count, address, nbytes))
+class Opened:
+    """What a tag is opened for. ``pieces``: its ranges, as (start, end)."""
+
+    def __init__(self, ranges: list[tuple[int, int]]) -> None:
+        packed = packed_ranges(ranges)
+        made = _malloc(len(packed) + 1)  # The opening frees it.
+        ctypes.memmove(made, packed, len(packed))
+        count = int(_normalise(made, len(ranges)))
+        self.pieces = list(struct.iter_unpack("<QQ", ctypes.string_at(made, 16 * count)))
+        self._opening = _new(TAG, made, count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _drop(self._opening)
+
+    def covers(self, address: int, nbytes: int) -> bool:
+        return bool(_covers(self._opening, address, nbytes))
 
 
 numbers = st.integers(0, 40)
@@ -138,36 +155,43 @@ def test_ranges_are_looked_up_as_byte_by_byte(
     ranges: list[tuple[int, int]], address: int, nbytes: int
 ) -> None:
     allowed = {byte for start, size in ranges for byte in range(start, start + size)}
-    count, covered = cover(packed_ranges(ranges), address, nbytes)
-    assert covered == allowed.issuperset(range(address, address + nbytes))
-    assert count == len(allowed) - len({byte for byte in allowed if byte + 1 in allowed})
+    with Opened(ranges) as opened:
+        assert opened.covers(address, nbytes) == allowed.issuperset(
+            range(address, address + nbytes)
+        )
+        assert len(opened.pieces) == len(allowed) - len(
+            {one for one in allowed if one + 1 in allowed}
+        )
 
 
-@pytest.mark.parametrize("limit", [1 << 13, 1 << 40, 1 << 62], ids=["dense", "apart", "far"])
-def test_many_ranges_are_looked_up_alike(limit: int) -> None:
-    """Above some hundred they are sorted in another way."""
-    random = np.random.default_rng(limit)
-    ranges = [(int(one), 4) for one in random.integers(16, limit, 3000)]
-    pieces: list[list[int]] = []
+@pytest.mark.parametrize("bits", [13, 40, 62])
+def test_many_ranges_are_looked_up_alike(bits: int) -> None:
+    """Above some hundred they are sorted and found in other ways, dense or far apart."""
+    random = np.random.default_rng(bits)
+    ranges = [(int(one), 4) for one in random.integers(16, 1 << bits, 3000)]
+    pieces: list[tuple[int, int]] = []
     for start, size in sorted(ranges):
         if pieces and start <= pieces[-1][1]:
-            pieces[-1][1] = max(pieces[-1][1], start + size)
+            pieces[-1] = (pieces[-1][0], start + size)
         else:
-            pieces.append([start, start + size])
-    made = ctypes.create_string_buffer(packed_ranges(ranges), 16 * len(ranges))
-    assert _normalise(made, len(ranges)) == len(pieces)
-    assert [list(one) for one in struct.iter_unpack("<QQ", made.raw)][: len(pieces)] == pieces
-    for start, end in pieces:
-        assert _cover(made, len(pieces), start, end - start)
-        assert not _cover(made, len(pieces), start - 1, 2)
-        assert not _cover(made, len(pieces), end - 1, 2)
+            pieces.append((start, start + size))
+    with Opened(ranges) as opened:
+        assert opened.pieces == pieces
+        for start, end in pieces:
+            assert opened.covers(start, end - start)
+            assert not opened.covers(start - 1, 2)
+            assert not opened.covers(end - 1, 2)
+        for address in (0, 15, 1 << 63, (1 << 64) - 1):
+            assert not opened.covers(address, 1)
 
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
 def test_no_address_is_too_high_for_the_look_up(address: int, nbytes: int) -> None:
     ranges = [(16, 1 << 62), ((1 << 63) - 2, 1)]
     is_in = any(start <= address and address + nbytes <= start + size for start, size in ranges)
-    assert cover(packed_ranges(ranges), address, nbytes) == (2, is_in)
+    with Opened(ranges) as opened:
+        assert len(opened.pieces) == 2
+        assert opened.covers(address, nbytes) == is_in
 
 
 def test_an_engine_is_packed_as_on_the_wire_of_nobody() -> None:
