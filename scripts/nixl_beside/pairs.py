@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from cpu_serving.processes import ServingError
 from cpu_serving.severed import sever
@@ -35,29 +34,17 @@ _TTFT_TOKENS: Final = 2000
 Found: TypeAlias = Answers | Served
 
 
+class Question(NamedTuple):
+    ask: Callable[[], tuple[int, ...]]
+    right: tuple[int, ...]
+
+
 def prefill_stopped(pair: Pair, asked: Known, options: BesideOptions) -> Served:
-    longest = max(range(len(asked.requests)), key=lambda at: len(asked.requests[at].input_ids))
-    body = body_of(asked.requests[longest])
     with pair.proxy() as proxy:
         timed(proxy, asked.requests[0])  # the two know each other: what stands still is a read
-    params = ask_prefill(pair.prefill.url, body)
-    tokens: list[tuple[int, ...]] = []
-
-    def ask() -> None:
-        answer = ask_decode(pair.decode.url, body, params)
-        tokens.append(tuple(answer["choices"][0]["token_ids"]))
-
-    waiting = threading.Thread(target=ask)
+    question = _promised(pair, asked)
     pair.prefill.process.freeze()
-    try:
-        began_s = time.monotonic()
-        waiting.start()
-        waiting.join(options.patience_s)
-        after_s = None if waiting.is_alive() else time.monotonic() - began_s
-    finally:
-        pair.prefill.process.thaw()
-    waiting.join(_ANSWER_TIMEOUT_S)
-    return Served(after_s, options.patience_s, tokens == [asked.answers[longest].output_ids])
+    return _served(question, options.patience_s, pair.prefill.process.thaw)
 
 
 def decode_stopped(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
@@ -70,11 +57,24 @@ def decode_stopped(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
 
 
 def prefill_killed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
-    return _under_traffic(pair, asked, options, partial(_restart, pair, pair.prefill))
+    """Meanwhile the decode server is asked for a prompt that it was promised."""
+
+    def kill(clients: Clients) -> Served:
+        return _restart(pair, pair.prefill, clients, _promised(pair, asked), options.patience_s)
+
+    return _under_traffic(pair, asked, options, kill)
 
 
 def decode_killed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
-    return _under_traffic(pair, asked, options, partial(_restart, pair, pair.decode))
+    """Meanwhile the prefill server is asked as an ordinary one."""
+    question = Question(
+        lambda: timed(pair.prefill, asked.requests[-1]).output_ids, asked.answers[-1].output_ids
+    )
+
+    def kill(clients: Clients) -> Served:
+        return _restart(pair, pair.decode, clients, question, options.patience_s)
+
+    return _under_traffic(pair, asked, options, kill)
 
 
 def severed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
@@ -142,24 +142,54 @@ def _long_request(seed: int) -> Request:
     )
 
 
+def _promised(pair: Pair, asked: Known) -> Question:
+    """To the decode server, for the longest prompt: the prefill server has computed it."""
+    longest = max(range(len(asked.requests)), key=lambda at: len(asked.requests[at].input_ids))
+    body = body_of(asked.requests[longest])
+    params = ask_prefill(pair.prefill.url, body)
+
+    def ask() -> tuple[int, ...]:
+        return tuple(ask_decode(pair.decode.url, body, params)["choices"][0]["token_ids"])
+
+    return Question(ask, asked.answers[longest].output_ids)
+
+
+def _served(question: Question, patience_s: float, then: Callable[[], None]) -> Served:
+    """``then``: once it was answered, or waited for so long."""
+    tokens: list[tuple[int, ...]] = []
+    waiting = threading.Thread(target=lambda: tokens.append(question.ask()))
+    try:
+        began_s = time.monotonic()
+        waiting.start()
+        waiting.join(patience_s)
+        after_s = None if waiting.is_alive() else time.monotonic() - began_s
+    finally:
+        then()
+    waiting.join(_ANSWER_TIMEOUT_S)
+    return Served(after_s, patience_s, tokens == [question.right])
+
+
 def _under_traffic(
-    pair: Pair, asked: Known, options: BesideOptions, fault: Callable[[Clients], None]
+    pair: Pair, asked: Known, options: BesideOptions, fault: Callable[[Clients], Served | None]
 ) -> Answers:
     """Before, during and after it."""
     with pair.proxy() as proxy, Clients(proxy, asked, CLIENTS) as clients:
         clients.wait(2 * CLIENTS, _ANSWER_TIMEOUT_S)
-        fault(clients)
+        meanwhile = fault(clients)
         before, began_s, again_s = imported_tokens(pair.decode), time.monotonic(), None
         while again_s is None and time.monotonic() - began_s < options.patience_s:
             time.sleep(_LOOK_S)
             if imported_tokens(pair.decode) > before:
                 again_s = time.monotonic() - began_s
         clients.wait(2 * CLIENTS, _ANSWER_TIMEOUT_S)
-    return replace(clients.answers(), again_s=again_s, has_again=True)
+    return replace(clients.answers(), meanwhile=meanwhile, again_s=again_s, has_again=True)
 
 
-def _restart(pair: Pair, server: VllmServer, clients: Clients) -> None:
-    """While the server starts, which says nothing of a hand-over, nobody asks it."""
+def _restart(
+    pair: Pair, server: VllmServer, clients: Clients, question: Question, patience_s: float
+) -> Served:
+    """What the other one answers meanwhile. Clients begin nothing until the server is there again:
+    that says nothing of a hand-over."""
     with clients.resting():
         server.process.kill()
-        pair.again(server)
+        return _served(question, patience_s, lambda: pair.again(server))

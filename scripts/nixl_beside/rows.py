@@ -82,31 +82,6 @@ class Landed:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Of a pair of servers. came: those whose prompts the prefill server handed over; None where
-    it was not looked at. again_s: from the end of the fault until prompts were handed over again;
-    None if they were not."""
-
-    asked: int
-    right: int
-    wrong: int
-    failed: int
-    slowest_s: float
-    came: int | None = None
-    again_s: float | None = None
-    has_again: bool = False
-
-    def __str__(self) -> str:
-        said = f"{self.asked} asked: {self.right} right, {self.wrong} wrong, {self.failed} failed"
-        if self.came is not None:
-            said += f"; prompts handed over: {self.came} of {self.asked}"
-        if self.has_again:
-            again = "not again" if self.again_s is None else f"again after {self.again_s:.1f} s"
-            said += f"; handed over {again}"
-        return f"{said}; slowest {self.slowest_s:.1f} s"
-
-
-@dataclass(frozen=True)
 class Served:
     """One request. after_s: None if there was no answer as long as it was waited for."""
 
@@ -118,6 +93,34 @@ class Served:
         if self.after_s is None:
             return f"no answer for {self.waited_s:.0f} s"
         return f"answered {'right' if self.is_right else 'WRONG'} after {self.after_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of a pair of servers. came: those whose prompts the prefill server handed over; None where
+    it was not looked at. again_s: from the end of the fault until prompts were handed over again;
+    None if they were not. meanwhile: what one server has answered while the other was gone."""
+
+    asked: int
+    right: int
+    wrong: int
+    failed: int
+    slowest_s: float
+    came: int | None = None
+    again_s: float | None = None
+    has_again: bool = False
+    meanwhile: Served | None = None
+
+    def __str__(self) -> str:
+        said = f"{self.asked} asked: {self.right} right, {self.wrong} wrong, {self.failed} failed"
+        if self.came is not None:
+            said += f"; prompts handed over: {self.came} of {self.asked}"
+        if self.meanwhile is not None:
+            said += f"; the other server meanwhile: {self.meanwhile}"
+        if self.has_again:
+            again = "not again" if self.again_s is None else f"again after {self.again_s:.1f} s"
+            said += f"; handed over {again}"
+        return f"{said}; slowest {self.slowest_s:.1f} s"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ def test_a_cell_says_what_became_of_it() -> None:
     assert "prompts handed over: 2 of 3" in str(Answers(3, 3, 0, 0, 2.5, came=2))
     assert "handed over not again" in str(Answers(3, 3, 0, 0, 2.5, has_again=True))
     assert "again after 1.5 s" in str(Answers(3, 3, 0, 0, 2.5, again_s=1.5, has_again=True))
+    silent = Served(None, 30.0, is_right=False)
+    said = str(Answers(3, 3, 0, 0, 2.5, meanwhile=silent))
+    assert "; the other server meanwhile: no answer for 30 s; slowest" in said
 
 
 def test_a_table_has_a_column_for_each_contender_and_says_where_the_bars_are() -> None:

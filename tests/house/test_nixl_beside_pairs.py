@@ -44,6 +44,10 @@ class FakePair:
         return lambda *_: self.did.append(name)
 
 
+def right(body: Any) -> Any:
+    return {"choices": [{"token_ids": [len(body["prompt"])]}]}
+
+
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> FakePair:
     one = FakePair()
@@ -51,6 +55,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> FakePair:
         monkeypatch.setattr(module, "timed", lambda proxy, request: proxy.answer(request))
     monkeypatch.setattr(pairs, "imported_tokens", lambda server: server.tokens)
     monkeypatch.setattr(pairs, "sever", lambda *_: one.did.append("severed") or 2)
+    monkeypatch.setattr(pairs, "ask_prefill", lambda url, body: {})
+    monkeypatch.setattr(pairs, "ask_decode", lambda url, body, params: right(body))
     monkeypatch.setattr(pairs, "_STANDS_STILL_S", 0.0)
     monkeypatch.setattr(pairs, "_LOOK_S", 0.0)
     return one
@@ -87,6 +93,8 @@ def test_after_a_fault_under_traffic_prompts_come_again(
     assert pair.did == did
     assert found.right == found.asked >= 4 * pairs.CLIENTS
     assert found.again_s is not None
+    assert (found.meanwhile is not None) == ("kill" in did)
+    assert found.meanwhile is None or found.meanwhile.is_right
 
 
 def test_prompts_that_do_not_come_again_are_told(pair: FakePair) -> None:
@@ -105,11 +113,10 @@ def test_an_answer_is_waited_for_only_so_long(
     if not is_silent:
         goes_on.set()
     pair.thaw = goes_on.set  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(pairs, "ask_prefill", lambda url, body: {})
 
     def answer(url: str, body: Any, params: Any) -> Any:
         assert goes_on.wait(60.0)
-        return {"choices": [{"token_ids": [len(body["prompt"])]}]}
+        return right(body)
 
     monkeypatch.setattr(pairs, "ask_decode", answer)
     options = parse(["--patience", "0.1" if is_silent else "60"])
