@@ -20,6 +20,10 @@ FILES: Final = {
     "test_replicated_distributed_object_store.py": {"copies": 2},
 }
 """Of each the settings of the store that it needs: of Mooncake's, a put says how many copies."""
+LEFT_OUT: Final = (
+    "test_distributed_object_store.py::TestDistributedObjectStoreSingleStore::test_client_tear_down",
+)
+"""It wants objects to end with the client that has stored them. Here they are the host's."""
 PLACES: Final = ("", "mooncake-wheel/tests")
 """Where the files are, below the folder."""
 MEMORY: Final = "1200MiB"
@@ -36,7 +40,7 @@ def run(script: str, folder: Path, file: str, settings: dict[str, int]) -> int:
             # Objects that were read have no lease here that a test would have to wait for.
             DEFAULT_KV_LEASE_TTL="0",
         )
-        return run_pytest(script, folder, [file], given, TIMEOUT_S)
+        return run_pytest(script, folder, [file], given, TIMEOUT_S, LEFT_OUT)
 
 
 def main() -> int:
