@@ -384,6 +384,7 @@ class Owner(RuleBasedStateMachine):
         rail = self.rails[self.down()[i % len(self.down())]]
         if is_made:
             self.come_up(rail)
+            wait_until(lambda: self.state(rail) != RailState.RAIL_BUILDING, "its worker has it")
             self.settle()
             return
         with self.lock:
