@@ -50,6 +50,10 @@ if [ "$1" = index ]; then
   echo 'Available versions: 0.32.0, 0.31.0, 0.30.1.post2'
   exit
 fi
+if [ "$1" = config ]; then
+  cat {configured} 2>/dev/null
+  exit
+fi
 echo "pip $*" >>{calls}
 for word in "$@"; do last=$word; done
 [ "$last" = uv ] && cp {uv} {venv}/bin/uv
@@ -137,7 +141,15 @@ def machine(tmp_path: Path) -> Machine:
         "venv": tmp_path / ".venv",
         **{
             name: tmp_path / name
-            for name in ("site", "calls", "said", "said_before", "missing", "breaks_off")
+            for name in (
+                "site",
+                "calls",
+                "said",
+                "said_before",
+                "missing",
+                "breaks_off",
+                "configured",
+            )
         },
     }
     programs = {".venv/bin/python": PYTHON, "path/uv": UV, "no_pause/sleep": "#!/bin/sh\n"}
@@ -148,6 +160,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 PIP = "pip install --disable-pip-version-check "
+BEST = "--index-strategy unsafe-best-match "
 PIP_TORCH = f"{PIP}--no-deps --no-compile {PIN}"
 
 
@@ -159,7 +172,7 @@ def test_what_the_project_names_is_installed_at_pinned_versions(machine: Machine
     code, _, said = machine.setup(stage="fast")
     assert code == 0, said
     pins = machine.root / "scripts/constraints.txt"
-    first = uv_call(machine, f"--constraint {pins} --editable {machine.root}[test]")
+    first = uv_call(machine, f"{BEST}--constraint {pins} --editable {machine.root}[test]")
     assert machine.calls() == [first]
     machine.setup(stage="fast")
     assert machine.calls() == [first], "it is there"
@@ -251,10 +264,31 @@ def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
     assert f"setup: pip did not get {ORDINARY} either" in said
 
 
+def test_uv_looks_where_pip_is_configured_to_look(machine: Machine) -> None:
+    (machine.root / "configured").write_text("""\
+:env:.disable-pip-version-check='1'
+:env:.find-links='/wheels'
+global.cert='/etc/ssl/certs/ca-certificates.crt'
+global.index-url='https://mirror.example/simple'
+global.extra-index-url='file:///a/simple https://b.example/simple?c=d'
+install.no-index='false'
+""")
+    machine.setup(stage="fast")
+    (call,) = machine.calls()
+    looks = (
+        "--find-links /wheels --default-index https://mirror.example/simple"
+        " --index file:///a/simple --index https://b.example/simple?c=d"
+    )
+    assert f"{BEST}{looks} --constraint " in call
+    (machine.root / "configured").write_text(":env:.no-index='true'\n")
+    (machine.root / ".venv/setup-fast.stamp").unlink()
+    machine.setup(stage="fast")
+    assert f"{BEST}--no-index --constraint " in machine.calls()[-1]
+
+
 def test_what_uv_does_not_find_comes_from_pip_which_asks_again_where_it_broke_off(
     machine: Machine,
 ) -> None:
-    """pip may be told of indexes that uv does not know."""
     machine.has("torch")
     pins = f"{machine.root}/.venv/pins.txt"
     (machine.root / "breaks_off").write_text(f"{pins}\n")
@@ -262,7 +296,7 @@ def test_what_uv_does_not_find_comes_from_pip_which_asks_again_where_it_broke_of
     assert code == 0, said
     pip = f"{PIP}--no-compile --no-deps -r {pins}"
     calls = [call for call in machine.calls() if " -r " in call]
-    assert calls == [uv_call(machine, f"--no-deps -r {pins}"), pip, pip]
+    assert calls == [uv_call(machine, f"{BEST}--no-deps -r {pins}"), pip, pip]
     assert "setup: uv could not install SGLang and what it needs; trying pip" in said
     assert "setup: pip could not install SGLang and what it needs; trying again" in said
 
