@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 CONFIRM_TIMEOUT_S: Final = 1.0
 """How long a worker waits at once for the end of a write that nobody wants any more."""
+AGAIN_S: Final = 50e-6
+"""Who asks again that soon does nothing else: te's threads may need the processor, and others the
+interpreter. It waits for the end instead, for `LOOK_S` at most. Of several transfers that are asked
+after in turn, one is waited for."""
+LOOK_S: Final = 200e-6
 
 Announce = Callable[[bytes, Callable[[], None]], Job]
 """Makes what sends a notification, from its bytes and from what is called once it was sent, or
@@ -74,6 +80,7 @@ class Request:
         self._ending: te.Transfer | None = None
         self._problem = ""
         self._posted_s = self._post_s = self._took_s = 0.0
+        self._asked_s = -math.inf
         self._started_us = 0
 
     def post(self, message: bytes) -> Status:
@@ -92,23 +99,34 @@ class Request:
             self._transfer, self._problem = None, ""
             self._message = message or self._message
             self._posted_s, self._started_us = began_s, time.time_ns() // 1000
+            self._asked_s = -math.inf
         try:
             self._link.send(self)
         except Backend as exc:
             self.fail(exc)  # It can be posted again.
             raise
         self._post_s = time.monotonic() - began_s
-        return self.status()
+        return self._status()
 
     def status(self) -> Status:
-        """Where it stands. A failure of which nothing moves any more is a status; its reason is in
-        the log.
+        """Where it stands; see `AGAIN_S`. A failure of which nothing moves any more is a status;
+        its reason is in the log.
 
         Raises:
             nixlNotPostedError, nixlNotFoundError: see `life.check_asked`; or it goes on, and the
                 agent was removed.
             nixlRemoteDisconnectError: it failed, and pieces of it may still land at the peer.
         """
+        found, transfer = self._status(), self._transfer
+        if found is Status.NIXL_IN_PROG and transfer is not None:
+            if time.monotonic() < self._asked_s + AGAIN_S:
+                with contextlib.suppress(te.TransferFailed, te.WaitTimeout):
+                    transfer.wait(LOOK_S)
+                found = self._status()
+            self._asked_s = time.monotonic()
+        return found
+
+    def _status(self) -> Status:
         transfer = self._transfer
         if transfer is not None:
             self._ended(transfer)

@@ -14,7 +14,7 @@ from nixl_agents import agent, blocks, ended, messages, options, raises_until, r
 from te_far import wait_until
 
 import te
-from sglang_mooncake.faces.nixl import Options, links
+from sglang_mooncake.faces.nixl import Options, links, requests
 from sglang_mooncake.faces.nixl.api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from sglang_mooncake.faces.nixl.life import Life
 from sglang_mooncake.faces.nixl.names import (
@@ -310,6 +310,54 @@ def test_room_that_transfers_of_before_make_is_used(pair, monkeypatch) -> None:
         assert a.transfer(handle) == "PROC"
     of_before.drain()  # As the end of one of them does.
     assert ended(a, handle) == "DONE"
+
+
+class Slow:
+    """A transfer that ends when it has been waited for a second time."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def poll(self) -> te.Status:
+        return te.Status.PENDING if len(self.waits) < 2 else te.Status.DONE
+
+    def wait(self, timeout_s: float) -> te.Status:
+        self.waits.append(timeout_s)
+        if self.poll() is te.Status.PENDING:
+            raise te.WaitTimeout("no outcome yet")
+        return self.poll()
+
+    def add_done_callback(self, callback: object) -> None:
+        """Nobody is told."""
+
+
+def test_who_does_nothing_but_ask_waits_for_the_end(pair, monkeypatch) -> None:
+    a, b = pair
+    here, there = registered(a, KIB), registered(b, KIB)
+    a.add_remote_agent(b.get_agent_metadata())
+    a.send_notif("b", b"connected")
+    messages(b, 1)
+    made: list[Slow] = []
+
+    def read(peer: te.Peer, blocks: te.Blocks) -> Slow:
+        made.append(Slow())
+        return made[-1]
+
+    monkeypatch.setattr(te.Peer, "read", read)
+    handle = handle_of(a, "READ", here, there)
+    monkeypatch.setattr(requests, "AGAIN_S", 0.0)
+    assert a.transfer(handle) == "PROC"
+    assert {a.check_xfer_state(handle) for _ in range(3)} == {"PROC"}
+    assert made[0].waits == []
+    monkeypatch.setattr(requests, "AGAIN_S", 1e9)
+    assert a.check_xfer_state(handle) == "PROC"
+    assert made[0].waits == [requests.LOOK_S]
+    assert a.check_xfer_state(handle) == "DONE"
+    assert a.transfer(handle) == "PROC"
+    assert a.check_xfer_state(handle) == "PROC"
+    assert made[1].waits == [], "of this post it is the first question"
+    assert a.check_xfer_state(handle) == "PROC"
+    assert a.check_xfer_state(handle) == "DONE"
 
 
 def test_telemetry_is_for_those_who_ask_for_it(pair) -> None:
