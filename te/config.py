@@ -21,7 +21,7 @@ from te.transports import registry
 
 __all__ = ["GID_INDEX_AUTOMATIC", "LABEL_CHARS_MAX", "LIMITS", "TRANSPORTS", "Config"]
 
-TRANSPORTS = registry.BY_DEFAULT
+TRANSPORTS = registry.NAMES
 """Names of the transports that an engine offers and uses by default, in order of preference."""
 
 GID_INDEX_AUTOMATIC: Final = -1

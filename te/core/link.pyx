@@ -16,10 +16,6 @@ from te.core.worker cimport polled_kick
 
 # -- what a transport may have nothing to do for
 
-cdef void settled(Transfer *t) noexcept nogil:
-    pass
-
-
 cdef bint check(Link *link, bint stalled) noexcept nogil:
     return False
 
@@ -32,7 +28,6 @@ cdef Ops plain_ops() noexcept:
     cdef Ops ops
     memset(&ops, 0, sizeof(ops))
     ops.may_merge = True
-    ops.settled = settled
     ops.check = check
     ops.revoke = ops.close = ops.forget = nothing
     return ops

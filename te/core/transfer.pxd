@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The life of a transfer at its source: one table says what may follow what, and nobody else writes an
-# outcome. Functions are called under the link's lock, by who has the turn of one of its workers (in loopback, of a
-# worker of either engine), but for those of which something else is said.
+# outcome. Functions are called under the link's lock, by who has the turn of one of its workers, but for those of
+# which something else is said.
 
 from libc.stdint cimport uint8_t
 from te.core.link cimport Link, Transfer

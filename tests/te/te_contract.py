@@ -103,9 +103,6 @@ class Way:
     #: Whether a destination is looked up as a whole, so that of a refused transfer nothing lands at
     #: all; else nothing of the refused segment. Where it is, ranges of tags bind nobody.
     looks_up_all: bool = False
-    #: Whether transfers arrive in the order in which they were submitted.
-    keeps_order: bool = False
-    has_many_rails: bool = True
     #: Whether the other side knows nothing of a read.
     reads_one_sided: bool = False
     #: Whose memory no kernel can touch: the source's, the target's.
@@ -120,10 +117,6 @@ def in_turn(name: str) -> list[pytest.MarkDecorator]:
 
 
 WAYS: Final = [
-    pytest.param(
-        Way("loopback", _of_config("loopback"), keeps_order=True, has_many_rails=False),
-        id="loopback",
-    ),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
     pytest.param(
         Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted", marks=in_turn("encrypted")

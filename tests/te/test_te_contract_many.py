@@ -40,9 +40,7 @@ def test_a_full_queue_is_refused_and_takes_more_later(way: Way) -> None:
         assert pair.source.stats().transfers_failed == 0
 
 
-def test_transfers_are_taken_up_in_the_order_of_submission(way: Way) -> None:
-    """Where a link keeps it they end in that order, and the last one has the last word; everywhere
-    a transfer is done, and counted, once."""
+def test_many_transfers_are_each_done_and_counted_once(way: Way) -> None:
     ends: list[int] = []
     with paired(way, 1 << 20) as pair:
         pair.target.expect(2)
@@ -56,12 +54,6 @@ def test_transfers_are_taken_up_in_the_order_of_submission(way: Way) -> None:
         wait_until(lambda: len(ends) == 300, "all callbacks have run")
         assert sorted(ends) == list(range(300))
         assert pair.target.arrived(2) == 300
-        if way.keeps_order:
-            expected = pair.dst.copy()
-            for i in range(300):
-                nbytes = 1 + (i * 7919) % 30_000
-                expected[:nbytes] = pair.src[i : i + nbytes]
-            pair.assert_moved(pair.dst, pair.dst, expected)
 
 
 # -- one outcome

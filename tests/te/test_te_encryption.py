@@ -386,20 +386,20 @@ def test_to_encrypt_takes_keys():
 
 
 def test_a_transport_that_cannot_encrypt_is_left_out(caplog, monkeypatch):
-    capabilities = registry.load("loopback").capabilities
+    capabilities = registry.load("samehost").capabilities
     monkeypatch.setattr(
-        registry.load("loopback"), "capabilities", replace(capabilities, is_private=False)
+        registry.load("samehost"), "capabilities", replace(capabilities, is_private=False)
     )
-    with te.Engine(replace(ENCRYPTED, transports=("loopback", "tcp"))) as engine:
+    with te.Engine(replace(ENCRYPTED, transports=("samehost", "tcp"))) as engine:
         assert engine.stats().transports == ("tcp",)
-    assert "the engine does not use loopback, because it cannot encrypt" in caplog.text
-    with pytest.raises(te.DeviceError, match=r"loopback cannot encrypt, and Config\.encrypt asks"):
-        te.Engine(replace(ENCRYPTED, transports=("loopback",)))
+    assert "the engine does not use samehost, because it cannot encrypt" in caplog.text
+    with pytest.raises(te.DeviceError, match=r"samehost cannot encrypt, and Config\.encrypt asks"):
+        te.Engine(replace(ENCRYPTED, transports=("samehost",)))
 
 
 def test_rdma_does_not_encrypt():
     private = {name for name in registry.NAMES if registry.load(name).capabilities.is_private}
-    assert private == {"tcp", "samehost", "loopback"}
+    assert private == {"tcp", "samehost"}
 
 
 def test_without_libcrypto_nothing_is_sent_in_plain(monkeypatch):

@@ -109,7 +109,7 @@ def test_identifiers_of_keys() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "samehost", "loopback"])
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
 @pytest.mark.parametrize("here", LISTS, ids=str)
 @pytest.mark.parametrize("there", LISTS, ids=str)
 def test_engines_connect_that_have_a_key_in_common(

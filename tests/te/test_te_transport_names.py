@@ -24,7 +24,6 @@ ALLOWED = {
     "sglang_mooncake/sglang/mooncake_variables.py": "such as MC_FORCE_TCP",
     "sglang_mooncake/faces/mooncake_engine/engine.py": "takes Mooncake's names of protocols",
     "sglang_mooncake/faces/mooncake_store/settings.py": "takes them, too",
-    "bootstrap_server/admission/access.py": "addresses of IP may be loopback ones, too",
 }
 #: Names of variables, parameters and attributes that stand for one.
 TELLING = re.compile(
