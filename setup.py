@@ -57,7 +57,7 @@ def of_bench() -> list[Extension]:
         )
         for name in ("_floors", "_copier", "_gpu")
     ]
-    return [extension(Path("te_bench/_null.pyx")), *in_c]
+    return [extension(Path(f"te_bench/{name}.pyx")) for name in ("_null", "_wire")] + in_c
 
 
 if __name__ == "__main__":  # Cython's processes may import this file once more

@@ -7,8 +7,14 @@ from __future__ import annotations
 from enum import IntFlag
 from typing import NamedTuple
 
-from te.core.wire import check_frame, frame_layouts, frame_limits, frame_rules
-from te.transports.samehost.rings import ring_layout, ring_limits
+from te_bench._wire import (
+    check_frame,
+    frame_layouts,
+    frame_limits,
+    frame_rules,
+    ring_layout,
+    ring_limits,
+)
 
 __all__ = [
     "HEADER",

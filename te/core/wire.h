@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The wire format of the frames between engines, in one table: which kinds there are, who sends
  * them over which links, what each field of the header may be, and what follows the header. The
- * plane checks every header against it (`check_header`). scripts/wire_spec/table.py gives it to Python: the
+ * plane checks every header against it (`check_header`). te_bench/_wire.pyx gives it to Python: the
  * fuzzers take their values from it, and docs/wire.md is written from it. A change here is a change
  * of the protocol: see PROTOCOL_VERSION in te/handshake.py. */
 #ifndef TE_CORE_WIRE_H

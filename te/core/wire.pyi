@@ -11,20 +11,3 @@ NOTE_LIMIT: Final[int]
 MAY_READ: Final[int]
 MAY_WRITE_TAGGED: Final[int]
 MAY_WRITE_UNTAGGED: Final[int]
-
-def frame_rules() -> list[
-    tuple[int, str, str, int, int, int, bool, str, list[tuple[int, int, int, str]]]
-]:
-    """The table of ``wire.h``; ``scripts/wire_spec/table.py`` gives its parts names."""
-
-def frame_layouts() -> list[tuple[str, int, list[tuple[str, int, int, int, str]]]]:
-    """The structs of ``wire.h``, the header first: name, bytes, and for each member its name,
-    offset, bytes, length of the array, meaning."""
-
-def frame_limits() -> dict[str, int]:
-    """The numbers of ``wire.h`` by their names."""
-
-def check_frame(header: bytes, over: int, from_source: bool) -> int | str:
-    """What the plane makes of a header that came over a link: how many bytes of items follow, or
-    what is wrong with it. ``over`` is an ``Over`` of ``scripts/wire_spec/table.py``. ``ValueError``
-    if these are not the bytes of one header."""

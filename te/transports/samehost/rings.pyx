@@ -12,18 +12,6 @@ from te.core.vectors cimport behind, within
 cdef enum:
     WAKE_NS = 10000  # from the return of write() to the look that wait() takes
 
-# One direction, in memory that both have mapped: each position by itself in a line of the cache. `head`
-# is how many bytes were ever written, `tail` how many were read.
-cdef struct Ring:
-    u64 head
-    u64 head_line[7]
-    u64 tail
-    u64 tail_line[7]
-    u32 reader_asleep
-    u32 reader_line[15]
-    u32 writer_asleep
-    u32 writer_line[15]
-
 cdef struct Rings:
     Channel channel  # first
     uint8_t *base
@@ -33,23 +21,6 @@ cdef struct Rings:
     u64 in_tail, out_head  # atomic: this side's positions
     u64 in_base, out_base  # where the rings begin in the file
     u64 wake_due_ns  # 0: no wake-up is owed
-
-
-def ring_limits():
-    return {
-        "RING_BYTES": RING_BYTES, "RINGS_HEAD_BYTES": RINGS_HEAD_BYTES,
-        "RING_HEAD_BYTES": sizeof(Ring),
-    }
-
-
-def ring_layout():
-    cdef Ring r
-    return {
-        "head": <char *>&r.head - <char *>&r,
-        "tail": <char *>&r.tail - <char *>&r,
-        "reader_asleep": <char *>&r.reader_asleep - <char *>&r,
-        "writer_asleep": <char *>&r.writer_asleep - <char *>&r,
-    }
 
 
 # -- waking up, and being woken up
