@@ -4,12 +4,13 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from te.core.channels cimport *
-from te.core.ending cimport link_close
 from te.core.frames cimport *
 from te.core.heap cimport need
+from te.core.inbound cimport arriving_forget_all
 from te.core.link cimport *
 from te.core.posix cimport *
 from te.core.sync cimport *
+from te.core.transfer cimport fail_all
 from te.core.wire cimport body_bytes_max
 from te.core.worker cimport *
 
@@ -52,6 +53,18 @@ cdef bint connection_arm(Connection *c) noexcept nogil:
 
 
 # -- its worker
+
+cdef void link_close(Link *link) noexcept nogil:
+    """Its last connection has gone. Without a lock."""
+    link.ops.close(link)
+    pthread_mutex_lock(&link.lock)
+    fail_all(link)
+    link.ops.forget(link)
+    arriving_forget_all(link)
+    pthread_mutex_unlock(&link.lock)
+    store32(&link.has_ended, 1)
+    link_tell(link)
+
 
 cdef void retire(Connection *c) noexcept nogil:
     """Closes the connection of a dying link; the last of them fails what is unfinished."""

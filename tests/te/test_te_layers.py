@@ -33,7 +33,6 @@ LAYERS = (
     "link",
     "transfer",
     "inbound",
-    "ending",
     "fences",
     "frames",
     "connections",
