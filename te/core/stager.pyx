@@ -8,7 +8,7 @@ from te.core.posix cimport iovec
 from te.core.regions cimport regions_above
 from te.core.staging cimport *
 from te.core.sync cimport nanosleep, now_ns, store32, timespec
-from te.core.worker cimport PolledOps, polled_again, polled_gone, worker_add, worker_wake
+from te.core.worker cimport PolledOps, plain_polled_ops, polled_again, polled_gone, worker_add, worker_wake
 
 
 cdef u32 ended(Stager *s) noexcept nogil:
@@ -50,14 +50,6 @@ cdef void wake_all(Worker *w) noexcept nogil:
     store32(&w.kicked, 1)
 
 
-cdef void on_adopted(Polled *p) noexcept nogil:
-    pass
-
-
-cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
-    return False
-
-
 cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef Stager *s = <Stager *>p
     cdef bint moved
@@ -83,27 +75,15 @@ cdef bint on_arm(Polled *p) noexcept nogil:
     return has_news(s)
 
 
-cdef void on_check(Polled *p, u64 now) noexcept nogil:
-    pass
-
-
 cdef void on_stop(Polled *p) noexcept nogil:
     polled_gone(p)  # Connections poll for themselves while they end.
 
 
-cdef void on_release(Polled *p) noexcept nogil:
-    pass
-
-
-cdef PolledOps OPS
-OPS.adopted = on_adopted
-OPS.event = on_event
+cdef PolledOps OPS = plain_polled_ops()
 OPS.turn = on_turn
 OPS.look = on_look
 OPS.arm = on_arm
-OPS.check = on_check
 OPS.stop = on_stop
-OPS.release = on_release
 
 
 cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil:

@@ -128,7 +128,7 @@ cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept 
 # seldom this process runs, and behind the longest freeze a peer has most of `stall_ns` to answer.
 cdef u64 counts_most_ns(u64 check_ns, u64 stall_ns) noexcept nogil
 
-# Of what has nothing to do for `adopted`, `look` and `stop`; the others are NULL.
+# Of what has nothing to do for `adopted`, `look`, `check`, `stop` and `release`; the others are NULL.
 cdef PolledOps plain_polled_ops() noexcept
 
 # 0 or an errno; with an errno `workers_close` is still due.

@@ -28,6 +28,10 @@ cdef void nothing(Polled *p) noexcept nogil:
     pass
 
 
+cdef void no_deadline(Polled *p, u64 now) noexcept nogil:
+    pass
+
+
 cdef bint never(Polled *p) noexcept nogil:
     return False
 
@@ -35,7 +39,8 @@ cdef bint never(Polled *p) noexcept nogil:
 cdef PolledOps plain_polled_ops() noexcept:
     cdef PolledOps ops
     memset(&ops, 0, sizeof(ops))
-    ops.adopted = ops.stop = nothing
+    ops.adopted = ops.stop = ops.release = nothing
+    ops.check = no_deadline
     ops.look = never
     return ops
 
