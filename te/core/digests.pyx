@@ -13,8 +13,8 @@ from te.core.engine cimport Engine
 from te.core.heap cimport need
 from te.core.kinds cimport Copy, Event, Kind, TO_HOST, TOUCHED_BY_CPU
 from te.core.posix cimport EAGAIN, EOPNOTSUPP, ETIMEDOUT
-from te.core.regions cimport Region, region_drop, regions_above, regions_hold, Snapshot
-from te.core.sync cimport add32, nanosleep, now_ns, timespec, u32, u64
+from te.core.regions cimport Region, regions_above, regions_hold, regions_let_go, Snapshot
+from te.core.sync cimport now_ns, ns_of, sleep_ns, u32, u64
 
 cdef extern from "core/xxh3.h" nogil:
     ctypedef struct xxh3_stream:
@@ -90,24 +90,15 @@ cdef class Bounce:
             self.slots[i].base = <uint8_t *>base + i * self.slot_nbytes
 
     def settle(self, double timeout_s):
-        cdef u64 i, until_ns = now_ns() + <u64>(timeout_s * 1e9)
+        cdef u64 i, until_ns = now_ns() + ns_of(timeout_s)
         cdef bint is_over = True
         with nogil:
             for i in range(SLOTS):
                 is_over = finish(&self.slots[i], until_ns) != ETIMEDOUT and is_over
         if is_over:
-            let_go(self.held, self.held_n)
+            regions_let_go(self.held, self.held_n)
             self.held, self.held_n = NULL, 0
         return is_over
-
-
-cdef void let_go(Region **held, u32 n) noexcept nogil:
-    """Nothing here reads these regions any more."""
-    cdef u32 k
-    for k in range(n):
-        add32(&held[k].readers, -1)
-        region_drop(held[k])
-    free(held)
 
 
 cdef int describe(Shape *shape, View offsets, View sizes, u64 pieces) except -1:
@@ -190,10 +181,8 @@ cdef int begin(
 cdef int finish(Slot *slot, u64 until_ns) noexcept nogil:
     """Waits for a slot's copies. ETIMEDOUT: the device has not ended them, and still may."""
     cdef int answer
-    cdef timespec nap
     if slot.event == NULL:
         return 0
-    nap.tv_sec, nap.tv_nsec = 0, NAP_NS
     while True:
         answer = slot.kind.ops.query(slot.kind.state, slot.event)
         if answer != EAGAIN:
@@ -202,7 +191,7 @@ cdef int finish(Slot *slot, u64 until_ns) noexcept nogil:
             return answer
         if now_ns() >= until_ns:
             return ETIMEDOUT
-        nanosleep(&nap, NULL)
+        sleep_ns(NAP_NS)
 
 
 cdef void take(Hashing *h, const Shape *shape, Slot *slot, u64 *found) noexcept nogil:
@@ -260,7 +249,7 @@ def digests(
     Engine engine, Bounce bounce, object addresses, object offsets, object sizes, object found,
     double timeout_s, object copied=None,
 ):
-    cdef u64 i, n = len(found), end, until_ns = now_ns() + <u64>(timeout_s * 1e9)
+    cdef u64 i, n = len(found), end, until_ns = now_ns() + ns_of(timeout_s)
     cdef View at = View(addresses, n), begins = View(offsets, len(offsets))
     cdef View of = View(sizes, len(offsets)), to = View(found, n, True), copies = None
     cdef Snapshot *s

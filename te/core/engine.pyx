@@ -12,7 +12,7 @@ from te.core.notes cimport Note, box_take, note_free
 from te.core.notices cimport Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce_memory,
+    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce,
     plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
@@ -36,10 +36,6 @@ cdef enum:
 
 def numa_node(u64 address):
     return max(page_node(address), -1)
-
-
-cdef u64 ns_of(double seconds) noexcept:
-    return <u64>(max(seconds, 0.0) * 1e9)
 
 
 @cython.no_gc_clear
@@ -100,14 +96,11 @@ cdef class Engine:
 
     def unstage(self, double timeout_s):
         cdef u64 until = now_ns() + ns_of(timeout_s)
-        cdef timespec pause
         cdef bint done
-        pause.tv_sec = 0
-        pause.tv_nsec = 200000
         with nogil:
             done = plane_unstage(self.p)
             while not done and now_ns() < until:
-                nanosleep(&pause, NULL)
+                sleep_ns(200000)
                 done = plane_unstage(self.p)
         return done
 
@@ -123,7 +116,7 @@ cdef class Engine:
             return load32(&r.readers)
         region_take(&self.p.regions, r)
         with nogil:
-            done = plane_quiesce_memory(self.p, r.start, r.end, until - min(until, now_ns()))
+            done = plane_quiesce(self.p, NULL, NULL, r.start, r.end, until)
             if done:  # A peer's read may have begun: it looked before the region was gone.
                 await_readers(r, until)
         if not done:

@@ -23,11 +23,7 @@ cdef void withdraw(Plane *p, Opening *o) noexcept nogil:
 
 
 cdef bint fence_opening(Plane *p, Opening *o, u64 until_ns) noexcept nogil:
-    cdef u64 now = now_ns()
-    cdef timespec pause
-    pause.tv_sec = 0
-    pause.tv_nsec = LOOK_NS
-    if not plane_quiesce(p, NULL, o, until_ns - min(until_ns, now)):
+    if not plane_quiesce(p, NULL, o, 0, 0, until_ns):
         return False
     # Behind that nothing is granted any more. Who fences once more asks nobody again.
     if load32(&o.granted) and not swap32(&o.is_withdrawn, 1):
@@ -35,5 +31,5 @@ cdef bint fence_opening(Plane *p, Opening *o, u64 until_ns) noexcept nogil:
     while load32(&o.granted):
         if now_ns() >= until_ns:
             return False
-        nanosleep(&pause, NULL)
+        sleep_ns(LOOK_NS)
     return True

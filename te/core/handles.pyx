@@ -265,7 +265,7 @@ cdef class TransferHandle:
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
-        cdef u64 until = now_ns() + <u64>(min(max(timeout_s, 0.0), 1e9) * 1e9), now
+        cdef u64 until = now_ns() + ns_of(timeout_s), now
         cdef Spin spin
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to

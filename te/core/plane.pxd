@@ -56,10 +56,11 @@ cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept 
 # No worker runs: whether that memory can be given back, as no copy is under way.
 cdef bint plane_unstage(Plane *p) noexcept nogil
 # Returns once each landing under way at the call, in a section or as a copy, has ended that is the
-# link's and under the right (NULL is any); False when one has not in time.
-cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil
-# The same of those that may write between these addresses.
-cdef bint plane_quiesce_memory(Plane *p, u64 start, u64 end, u64 timeout_ns) noexcept nogil
+# link's and under the right (NULL is any), and may write between these addresses (`end` 0 is anywhere);
+# False when one has not at `until_ns`.
+cdef bint plane_quiesce(
+    Plane *p, void *link, void *right, u64 start, u64 end, u64 until_ns
+) noexcept nogil
 # Memory of the kind is registered; under the interpreter's lock.
 cdef void plane_know(Plane *p, Kind *kind) noexcept nogil
 # A NIC has written something that is to be told as landed: has it be seen. 0 or an errno.

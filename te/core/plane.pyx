@@ -13,7 +13,7 @@ from te.core.sections cimport RUNNERS_MAX, quiesce
 from te.core.staging cimport SLOTS_MAX
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
-    load32, now_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
     store32, store_pointer,
 )
 from te.core.tags cimport tags_close, tags_init
@@ -80,25 +80,16 @@ cdef bint plane_unstage(Plane *p) noexcept nogil:
     return done
 
 
-cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil:
-    return quiesce_all(p, link, right, 0, 0, timeout_ns)
-
-
-cdef bint plane_quiesce_memory(Plane *p, u64 start, u64 end, u64 timeout_ns) noexcept nogil:
-    return quiesce_all(p, NULL, NULL, start, end, timeout_ns)
-
-
-cdef bint quiesce_all(
-    Plane *p, void *link, void *right, u64 start, u64 end, u64 timeout_ns
+cdef bint plane_quiesce(
+    Plane *p, void *link, void *right, u64 start, u64 end, u64 until_ns
 ) noexcept nogil:
-    cdef u64 until = now_ns() + timeout_ns
     cdef Stager *s
     cdef u32 i
-    if not quiesce(&p.sections, link, right, start, end, timeout_ns):
+    if not quiesce(&p.sections, link, right, start, end, until_ns):
         return False
     for i in range(p.workers.n):
         s = <Stager *>load_pointer(&p.stagers[i])
-        if s != NULL and not stager_quiesce(s, link, right, until):
+        if s != NULL and not stager_quiesce(s, link, right, until_ns):
             return False
     return True
 

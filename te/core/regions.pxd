@@ -75,6 +75,8 @@ cdef void await_readers(Region *r, u64 until_ns) noexcept nogil
 
 # Those that were touched (`is_registered`), each with a reference and as read from; of malloc.
 cdef Region **regions_hold(Snapshot *s, const uint8_t *touched, u32 *n) noexcept nogil
+# Nothing reads from them any more for whom they were held.
+cdef void regions_let_go(Region **held, u32 n) noexcept nogil
 cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil
 cdef void snapshot_free(Snapshot *s) noexcept nogil
 

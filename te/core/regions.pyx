@@ -5,8 +5,11 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.heap cimport need
-from te.core.sync cimport add32, load32, load64, nanosleep, now_ns, store_pointer, timespec, u32, u64
+from te.core.sync cimport add32, load32, load64, now_ns, sleep_ns, store_pointer, u32, u64
 from te.core.wire cimport REMOTE_RIGHTS, RIGHT_READ, RIGHT_UNTAGGED
+
+cdef enum:
+    LOOK_NS = 200000  # between two looks at who reads
 
 
 def packed_key(u64 start, u64 end, object lkeys, object rkeys, object distances):
@@ -58,11 +61,8 @@ cdef void region_drop(Region *r) noexcept nogil:
 
 
 cdef void await_readers(Region *r, u64 until_ns) noexcept nogil:
-    cdef timespec pause
-    pause.tv_sec = 0
-    pause.tv_nsec = 200000
     while load32(&r.readers) and now_ns() < until_ns:
-        nanosleep(&pause, NULL)
+        sleep_ns(LOOK_NS)
 
 
 # -- all of them
@@ -86,6 +86,14 @@ cdef Region **regions_hold(Snapshot *s, const uint8_t *touched, u32 *n) noexcept
             held[n[0]] = s.regions[i]
             n[0] += 1
     return held
+
+
+cdef void regions_let_go(Region **held, u32 n) noexcept nogil:
+    cdef u32 i
+    for i in range(n):
+        add32(&held[i].readers, -1)
+        region_drop(held[i])
+    free(held)
 
 
 cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil:

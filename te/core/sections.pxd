@@ -40,9 +40,9 @@ cdef inline void section_within(Section *s, u64 start, u64 end) noexcept nogil:
 
 
 # Returns once each section under way at the call has ended that is the link's and under the right
-# (NULL is any), and may write between these addresses (`end` 0 is anywhere); False when one did not in
-# time. One that copies out of another process waits for that process's pages: those who wait for
+# (NULL is any), and may write between these addresses (`end` 0 is anywhere); False when one has not at
+# `until_ns`. One that copies out of another process waits for that process's pages: those who wait for
 # another link, right or memory must not wait with it.
 cdef bint quiesce(
-    Sections *all, void *link, void *right, u64 start, u64 end, u64 timeout_ns
+    Sections *all, void *link, void *right, u64 start, u64 end, u64 until_ns
 ) noexcept nogil

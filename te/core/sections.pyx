@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.sync cimport load64, load_pointer, nanosleep, now_ns, relax, timespec, u32, u64
+from te.core.sync cimport load64, load_pointer, now_ns, relax, sleep_ns, u32, u64
 
 
 cdef inline bint concerns(Section *s, void *link, void *right) noexcept nogil:
@@ -15,13 +15,10 @@ cdef inline bint is_elsewhere(Section *s, u64 start, u64 end) noexcept nogil:
 
 
 cdef bint quiesce(
-    Sections *all, void *link, void *right, u64 start, u64 end, u64 timeout_ns
+    Sections *all, void *link, void *right, u64 start, u64 end, u64 until_ns
 ) noexcept nogil:
-    cdef u64 give_up = now_ns() + timeout_ns, seen
-    cdef timespec pause
+    cdef u64 pause_ns = 20000, seen
     cdef u32 i, looks = 0
-    pause.tv_sec = 0
-    pause.tv_nsec = 20000
     for i in range(all.n):
         seen = load64(&all.of[i].count)
         if not (seen & 1 and concerns(all.of[i], link, right)):
@@ -34,8 +31,8 @@ cdef bint quiesce(
             # Of the section that was seen: what it writes is taken back before it is left.
             if is_elsewhere(all.of[i], start, end) and load64(&all.of[i].count) == seen:
                 break
-            if now_ns() >= give_up:
+            if now_ns() >= until_ns:
                 return False
-            nanosleep(&pause, NULL)
-            pause.tv_nsec = min(pause.tv_nsec + pause.tv_nsec / 8, <long>1000000)
+            sleep_ns(pause_ns)
+            pause_ns = min(pause_ns + pause_ns / 8, <u64>1000000)
     return True

@@ -111,11 +111,8 @@ cdef void cancel(Transfer *t) noexcept nogil:
 
 
 cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
-    cdef u64 now = now_ns()
     store32(&t.opening.is_open, 0)
-    if not plane_quiesce(
-        t.link.plane, NULL, t.opening, until_ns - min(until_ns, now)
-    ):
+    if not plane_quiesce(t.link.plane, NULL, t.opening, 0, 0, until_ns):
         return False
     call_off(t)
     return True

@@ -7,7 +7,7 @@ from te.core.heap cimport need
 from te.core.posix cimport iovec
 from te.core.regions cimport regions_above
 from te.core.staging cimport *
-from te.core.sync cimport nanosleep, now_ns, store32, timespec
+from te.core.sync cimport now_ns, sleep_ns, store32
 from te.core.worker cimport PolledOps, plain_polled_ops, polled_again, polled_gone, worker_add, worker_wake
 
 
@@ -113,13 +113,10 @@ cdef bint stager_free(Stager *s) noexcept nogil:
 
 cdef bint ring_quiesce(Staging *ring, void *link, void *right, u64 until_ns) noexcept nogil:
     cdef u64 mark = staging_mark(ring)
-    cdef timespec pause
-    pause.tv_sec = 0
-    pause.tv_nsec = 20000
     while not staging_ended(ring, mark, link, right):
         if now_ns() >= until_ns:
             return False
-        nanosleep(&pause, NULL)
+        sleep_ns(20000)
     return True
 
 

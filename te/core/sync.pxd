@@ -25,6 +25,7 @@ cdef extern from "core/sync.h" nogil:
     void or32(u32 *p, u32 v)
     void relax()
     u64 now_ns()
+    void sleep_ns(u64 ns)
     void futex_wait(u32 *p, u32 v, u64 ns)
     void futex_wake_all(u32 *p)
     int last_errno()
@@ -47,8 +48,11 @@ cdef extern from "<pthread.h>" nogil:
 cdef extern from "<time.h>" nogil:
     struct timespec:
         long tv_sec, tv_nsec
-    int nanosleep(const timespec *t, timespec *left)
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
     int sched_getcpu()
+
+
+cdef inline u64 ns_of(double seconds) noexcept nogil:
+    return <u64>(min(max(seconds, 0.0), 1e9) * 1e9)

@@ -9,7 +9,7 @@ from te.core.maps cimport map_put, map_take
 from te.core.notices cimport notice_put
 from te.core.plane cimport CANCELLED, DONE, FAILED, PENDING
 from te.core.posix cimport malloc_usable_size
-from te.core.regions cimport region_drop
+from te.core.regions cimport regions_let_go
 from te.core.sync cimport *
 from te.core.tags cimport opening_drop
 from te.core.tally cimport code_of, count
@@ -93,11 +93,7 @@ cdef void transfer_made(Transfer *t) noexcept nogil:
 
 cdef void let_go(Transfer *t) noexcept nogil:
     """Nothing here reads its memory again."""
-    cdef u32 i
-    for i in range(t.held_n):
-        add32(&t.held[i].readers, -1)
-        region_drop(t.held[i])
-    free(t.held)
+    regions_let_go(t.held, t.held_n)
     transfer_made(t)
     t.link.ops.settled(t)
     t.held = NULL

@@ -48,10 +48,6 @@ cdef enum:
     UNREAD_NS = 300000000
 
 
-cdef u64 ns_of(double seconds) noexcept:
-    return <u64>(min(max(seconds, 0.0), 1e9) * 1e9)
-
-
 # -- a turn of a queue pair
 
 cdef bint qp_poll(Qp *q) noexcept nogil:

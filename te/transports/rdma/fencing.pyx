@@ -4,13 +4,14 @@
 from libc.stdio cimport snprintf
 from te.core.frames cimport Connection
 from te.core.inbound cimport Arriving, arriving_free
+from te.core.landing cimport refuse
 from te.core.link cimport NO_REASON
 from te.core.maps cimport map_take
 from te.core.sync cimport *
 from te.core.wire cimport ANY_RAIL, TEXT_MAX
 from te.core.worker cimport worker_adopt, worker_wake
 from te.transports.rdma.control cimport *
-from te.transports.rdma.incoming cimport give_slot_back, refuse, ungrant
+from te.transports.rdma.incoming cimport give_slot_back, ungrant
 from te.transports.rdma.qps cimport qp_drain, qp_fail
 from te.transports.rdma.rails cimport carries, RAIL_DRAINING
 from te.transports.rdma.state cimport *

@@ -17,8 +17,6 @@ cdef bint on_abandon(Connection *c) noexcept nogil
 cdef void marks_arrived(Qp *q, VWc *wc, int n) noexcept nogil
 
 # Under the link's lock.
-# Answers a transfer early: nothing of it counts any more.
-cdef void refuse(Connection *c, Arriving *a, const char *reason) noexcept nogil
 # It has a slot no more.
 cdef void give_slot_back(Link *link, Arriving *a) noexcept nogil
 # The same, and its source writes nothing any more.

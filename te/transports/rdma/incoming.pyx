@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 from te.core.frames cimport queue_answer
 from te.core.heap cimport need
 from te.core.inbound cimport *
-from te.core.landing cimport landing_finish
+from te.core.landing cimport landing_finish, refuse
 from te.core.link cimport *
 from te.core.posix cimport ntohl
 from te.core.regions cimport right_to_write
@@ -21,11 +21,6 @@ from te.transports.rdma.state cimport *
 from te.verbs.abi cimport WC_RECV, WC_SUCCESS
 
 ctypedef unsigned long long ull
-
-
-cdef void refuse(Connection *c, Arriving *a, const char *reason) noexcept nogil:
-    if arriving_refuse(a):
-        queue_answer(c, a.id, REFUSED, reason)
 
 
 # -- letting in

@@ -112,7 +112,7 @@ cdef bint await_look(Look *l, u64 until) noexcept nogil:
 
 def read_process(int pid, u64 address, size_t nbytes, double timeout_s=LOOK_TIMEOUT_S):
     cdef Look *l
-    cdef u64 until = now_ns() + <u64>(timeout_s * 1e9)
+    cdef u64 until = now_ns() + ns_of(timeout_s)
     cdef int errnum
     cdef bint has_looked
     if load32(&LEFT) >= LEFT_MAX:
@@ -303,7 +303,7 @@ cdef class SamehostLink(LinkHandle):
         if taken == NULL:
             return True
         with nogil:
-            done = plane_quiesce(self.k.plane, self.k, NULL, QUIESCE_NS)
+            done = plane_quiesce(self.k.plane, self.k, NULL, 0, 0, now_ns() + QUIESCE_NS)
             if done:
                 mappings_drop(self.k, taken)
         if not done:  # Somebody still copies out of it; nobody does once the connections have gone.
