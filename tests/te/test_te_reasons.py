@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from te.reasons import Reason, sentence
+from te.transports.rdma.rails import RailReason
 from te.transports.rdma.reasons import rail_sentence
-from te.transports.rdma.state import RailReason
 
 TE = Path(__file__).parents[2] / "te"
 #: What of a stub is an enumeration, which the compiled module makes of one in its .pxd file.

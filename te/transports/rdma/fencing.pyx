@@ -13,7 +13,7 @@ from te.core.worker cimport worker_adopt, worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.incoming cimport give_slot_back, ungrant
 from te.transports.rdma.qps cimport qp_drain, qp_fail
-from te.transports.rdma.rails cimport carries, RAIL_DRAINING
+from te.transports.rdma.rails cimport carries, RAIL_DRAINING, READ_CANCELLED
 from te.transports.rdma.state cimport *
 
 

@@ -14,7 +14,7 @@ from te.transports.rdma.dispatching cimport dispatch, level_speeds
 from te.transports.rdma.outgoing cimport go_on
 from te.transports.rdma.pieces cimport Piece
 from te.transports.rdma.qps cimport qp_fail, qp_moved, rail_step
-from te.transports.rdma.rails cimport ANSWERS, carries, RAIL_PROBED
+from te.transports.rdma.rails cimport ANSWERS, BAD_STATUS, carries, POST_FAILED, RAIL_PROBED
 from te.transports.rdma.remote cimport remote_range, remote_right, text_outside
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport *

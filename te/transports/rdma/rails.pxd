@@ -13,6 +13,21 @@ cdef extern from "transports/rdma/rails.h" nogil:
         IS_DUE, NOT_MADE, IS_LATE, IS_BUILT, ANSWERS, IS_QUIET, MOVES, FAILS, IS_TAKEN, DRAINS
         IS_DRAINED, IS_CLOSED
 
+# Why a rail failed; reasons.py makes the sentences.
+cpdef enum RailReason:
+    NOT_BUILT = 20
+    BAD_STATUS = 21
+    NO_COMPLETION = 22
+    POST_FAILED = 23
+    POLL_FAILED = 24
+    PEER_BROKE = 25
+    PORT_DOWN = 26
+    DEVICE_FATAL = 27
+    QP_EVENT = 28
+    NO_ANSWER = 29
+    ATTEMPT_FAILED = 30
+    READ_CANCELLED = 31
+
 cdef enum:
     NEVER_NS = 0xFFFFFFFFFFFFFFFF
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from te.transports.rdma.state import RailReason
+from te.transports.rdma.rails import RailReason
 
 __all__ = ["RailReason", "rail_sentence"]
 

@@ -15,21 +15,6 @@ from te.transports.rdma.pieces cimport Piece
 from te.transports.rdma.rails cimport Rail, RailTiming
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
-# Why a rail failed; reasons.py makes the sentences.
-cpdef enum RailReason:
-    NOT_BUILT = 20
-    BAD_STATUS = 21
-    NO_COMPLETION = 22
-    POST_FAILED = 23
-    POLL_FAILED = 24
-    PEER_BROKE = 25
-    PORT_DOWN = 26
-    DEVICE_FATAL = 27
-    QP_EVENT = 28
-    NO_ANSWER = 29
-    ATTEMPT_FAILED = 30
-    READ_CANCELLED = 31
-
 # `Transfer.own`, under the link's lock.
 cdef struct Posting:
     Piece *pieces
