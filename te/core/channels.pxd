@@ -30,7 +30,7 @@ cdef struct ChannelOps:
     # Takes in what has come through the descriptor.
     void (*rung)(Channel *c) noexcept nogil
     # Sends a wake-up that is due, or `at_once`; whether there is still one to send.
-    bint (*owes)(Channel *c, bint at_once) noexcept nogil
+    bint (*send_wakeup)(Channel *c, bint at_once) noexcept nogil
     # Gives back its memory, and descriptors beside `fd` that are its own.
     void (*free)(Channel *c) noexcept nogil
 
@@ -39,7 +39,7 @@ cdef struct Channel:
     int fd  # of a socket
     bint is_taken  # its descriptors are its own; before that they are whose they were
     bint hung_up  # the other side has ended; what it has sent until then can still be received
-    bint is_patient  # wake-ups may wait for `owes`
+    bint is_patient  # wake-ups may wait for `send_wakeup`
 
 # A channel that is a socket and no more; others have their own functions in place of some.
 cdef ChannelOps socket_ops() noexcept
@@ -74,5 +74,5 @@ cdef inline void channel_disarm(Channel *c) noexcept nogil:
         c.ops.arm(c, 0)
 
 
-cdef inline bint channel_owes(Channel *c, bint at_once) noexcept nogil:
-    return c.ops.owes != NULL and c.ops.owes(c, at_once)
+cdef inline bint channel_send_wakeup(Channel *c, bint at_once) noexcept nogil:
+    return c.ops.send_wakeup != NULL and c.ops.send_wakeup(c, at_once)

@@ -25,10 +25,10 @@ cdef bint is_held_back(Connection *c) noexcept nogil:
     """Whether it is not read from, as the peer does not take what it has asked for on the link.
     `transfer_made` gives all connections a turn once that is over. Of one that the peer has closed
     the end is behind what is to be read."""
-    if not owes_too_much(c.link) or c.channel.hung_up:
+    if not has_too_many_replies(c.link) or c.channel.hung_up:
         return False
     store32(&c.link.is_held_back, 1)
-    return owes_too_much(c.link)  # Who has ended it meanwhile may not have seen the mark.
+    return has_too_many_replies(c.link)  # Who has ended it meanwhile may not have seen the mark.
 
 
 cdef void set_interest(Connection *c) noexcept nogil:
@@ -162,7 +162,7 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
         busy = connection_turn(c, False, is_patient)
         if has_left(me):
             return False
-    p.worker.owes |= channel_owes(c.channel, False)
+    p.worker.wakeup_due |= channel_send_wakeup(c.channel, False)
     if c.protocol.turn != NULL and not load32(&c.gone):
         c.protocol.turn(c)
     return busy
@@ -179,7 +179,7 @@ cdef bint on_arm(Polled *p) noexcept nogil:
         if not load32(&c.is_away):
             p.worker.naps = True
         return False
-    channel_owes(c.channel, True)
+    channel_send_wakeup(c.channel, True)
     return connection_arm(c)
 
 

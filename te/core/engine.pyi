@@ -101,7 +101,7 @@ class Engine:
         """Has ``wait_notices`` return."""
 
     @property
-    def owed_blocks(self) -> int:
+    def reply_blocks(self) -> int:
         """Blocks that peers have asked to read, of replies that are not all sent."""
 
     def connections(self) -> tuple[int, int]:

@@ -226,8 +226,8 @@ cdef class Engine:
         eventfd_write(self.p.notices.notices_fd, 1)
 
     @property
-    def owed_blocks(self):
-        return load64(&self.p.owed)
+    def reply_blocks(self):
+        return load64(&self.p.reply_blocks)
 
     def connections(self):
         cdef Plane *p = self.p

@@ -31,7 +31,7 @@ cdef enum:
     KEEP_LOCK_BLOCKS = 1 << 17
     KEEP_LOCK_NS = 300000
     AWAIT_NS = 3000000
-    UNREAD_NS = 1200000000
+    CANCEL_READ_NS = 1200000000
 
 
 cdef struct Scan:
@@ -258,7 +258,7 @@ cdef class TransferHandle:
         cdef bint is_new = not load32(&t.status) and not swap32(&t.cancel, 1)
         if t.is_read:
             with nogil:
-                done = t.link.ops.unread(t, now_ns() + UNREAD_NS)
+                done = t.link.ops.cancel_read(t, now_ns() + CANCEL_READ_NS)
         elif is_new:
             call_off(t)
         return done

@@ -15,7 +15,7 @@ cdef struct Arriving:
     u64 id, tag, total
     u64 announced  # how much the source has said that it sends
     u64 arrived
-    u32 unread  # frames of it whose payload has begun, and whose bytes are told as parts
+    u32 staged_frames  # frames of it whose payload has begun, and whose bytes are told as parts
     Opening *opening  # NULL: without a tag
     bint is_reply  # to a read of this side
     u32 refused  # atomic: workers of other connections look at it without the lock
@@ -62,4 +62,4 @@ cdef bint is_placed(
 
 
 cdef inline bint is_whole(Arriving *a) noexcept nogil:
-    return a.arrived == a.total and a.unread == 0
+    return a.arrived == a.total and a.staged_frames == 0

@@ -77,7 +77,7 @@ cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
     pthread_mutex_lock(&c.link.lock)
     if staged_is_open(c):
         nbytes -= staged_end(c)
-        a.unread -= 1
+        a.staged_frames -= 1
     a.arrived += nbytes
     if not is_good:
         a.spoiled = True
@@ -149,7 +149,7 @@ cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
 cdef void landing_stage(Connection *c, Arriving *a) noexcept nogil:
     staged_expect(c, a)
     pthread_mutex_lock(&c.link.lock)
-    a.unread += 1
+    a.staged_frames += 1
     pthread_mutex_unlock(&c.link.lock)
 
 
@@ -252,14 +252,14 @@ cdef Moved discard(Connection *c) noexcept nogil:
 cdef bint landing_push(Connection *c, u64 nbytes) noexcept nogil:
     cdef Payload *p = payload_of(c)
     cdef char reason[TEXT_MAX]
-    cdef void *right = p.arriving.opening
+    cdef void *opening = p.arriving.opening
     cdef bint good
     p.staged.have += nbytes
     nbytes = p.staged.have
-    enter(&c.polled.worker.section, c.link, right)
+    enter(&c.polled.worker.section, c.link, opening)
     good = landing_may_land(c, reason)
     if good:
-        staged_scatter(c, p.local + p.local_at, right)
+        staged_scatter(c, p.local + p.local_at, opening)
     leave(&c.polled.worker.section)
     if not good:
         staged_return(c)

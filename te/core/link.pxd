@@ -42,9 +42,9 @@ cpdef enum Reason:
 
 cdef enum:  # blocks of peers' reads, 24 bytes each, that were asked for and not yet answered
     # Of a link: more than an engine has asked for at once (READS_ASKED_MAX frames of BLOCKS_MAX).
-    OWED_MAX = 1 << 15
+    REPLY_BLOCKS_MAX = 1 << 15
     # Of all links: once it is that much, each is read from only while it owes nothing.
-    OWED_ALL_MAX = 1 << 19
+    REPLY_BLOCKS_ALL_MAX = 1 << 19
 
 cdef struct Link
 cdef struct Transfer
@@ -70,7 +70,7 @@ cdef struct Ops:
     void (*cancel)(Transfer *t) noexcept nogil
     # A read that was cancelled, or has failed: calls it off, and returns True once nothing lands for it any
     # more; False if that is not so at `until_ns`. It can be called again. By a calling thread.
-    bint (*unread)(Transfer *t, u64 until_ns) noexcept nogil
+    bint (*cancel_read)(Transfer *t, u64 until_ns) noexcept nogil
     # It has its outcome, or was never submitted, and what is its own can go. Under the link's lock if it was
     # on the list.
     void (*settled)(Transfer *t) noexcept nogil
@@ -157,7 +157,7 @@ cdef struct Link:
     u64 next_id
     u32 unfinished  # atomic: submitted, by callers, and without an outcome
     u32 replies, begun
-    u64 owed  # atomic: blocks that peers have asked for, of replies that are not all sent
+    u64 reply_blocks  # atomic: blocks that peers have asked for, of replies that are not all sent
     u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
     Lane *notes
@@ -189,10 +189,11 @@ cdef void link_kick(Link *link) noexcept nogil
 cdef u64 first_moved_ns(Link *link) noexcept nogil
 
 
-cdef inline bint owes_too_much(Link *link) noexcept nogil:
+cdef inline bint has_too_many_replies(Link *link) noexcept nogil:
     """Whether it is not to be read from until its peer takes what it has asked for."""
-    cdef u64 owed = load64(&link.owed)
-    return owed != 0 and (owed >= OWED_MAX or load64(&link.plane.owed) >= OWED_ALL_MAX)
+    cdef u64 blocks = load64(&link.reply_blocks)
+    return blocks != 0 and (
+        blocks >= REPLY_BLOCKS_MAX or load64(&link.plane.reply_blocks) >= REPLY_BLOCKS_ALL_MAX)
 
 
 cdef inline bint link_lock(Link *link, Worker *w) noexcept nogil:

@@ -36,11 +36,11 @@ cdef struct Plane:
     u64 segment_bytes  # of a frame, at most
     u32 segment_blocks
     Stager *stagers[WORKERS_MAX]  # atomic: by worker; NULL while all memory is the kernel's to touch
-    Kind *late[KINDS_MAX]  # kinds that must be flushed before they show what NICs have written
-    u32 late_n  # atomic
+    Kind *to_flush[KINDS_MAX]  # kinds that must be flushed before they show what NICs have written
+    u32 to_flush_n  # atomic
     u64 links  # made so far, under the interpreter lock
     u64 connections_in, connections_out  # atomic
-    u64 owed  # atomic: what all links owe (`Link.owed`)
+    u64 reply_blocks  # atomic: of all links (`Link.reply_blocks`)
     pthread_mutex_t lock
     # Under the lock.
     Private *privates
@@ -56,10 +56,10 @@ cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept 
 # No worker runs: whether that memory can be given back, as no copy is under way.
 cdef bint plane_unstage(Plane *p) noexcept nogil
 # Returns once each landing under way at the call, in a section or as a copy, has ended that is the
-# link's and under the right (NULL is any), and may write between these addresses (`end` 0 is anywhere);
+# link's and under the opening (NULL is any), and may write between these addresses (`end` 0 is anywhere);
 # False when one has not at `until_ns`.
 cdef bint plane_quiesce(
-    Plane *p, void *link, void *right, u64 start, u64 end, u64 until_ns
+    Plane *p, void *link, void *opening, u64 start, u64 end, u64 until_ns
 ) noexcept nogil
 # Memory of the kind is registered; under the interpreter's lock.
 cdef void plane_know(Plane *p, Kind *kind) noexcept nogil

@@ -81,15 +81,15 @@ cdef bint plane_unstage(Plane *p) noexcept nogil:
 
 
 cdef bint plane_quiesce(
-    Plane *p, void *link, void *right, u64 start, u64 end, u64 until_ns
+    Plane *p, void *link, void *opening, u64 start, u64 end, u64 until_ns
 ) noexcept nogil:
     cdef Stager *s
     cdef u32 i
-    if not quiesce(&p.sections, link, right, start, end, until_ns):
+    if not quiesce(&p.sections, link, opening, start, end, until_ns):
         return False
     for i in range(p.workers.n):
         s = <Stager *>load_pointer(&p.stagers[i])
-        if s != NULL and not stager_quiesce(s, link, right, until_ns):
+        if s != NULL and not stager_quiesce(s, link, opening, until_ns):
             return False
     return True
 
@@ -98,19 +98,19 @@ cdef void plane_know(Plane *p, Kind *kind) noexcept nogil:
     cdef u32 i
     if kind.ops == NULL or kind.ops.flush == NULL:
         return
-    for i in range(p.late_n):
-        if p.late[i] == kind:
+    for i in range(p.to_flush_n):
+        if p.to_flush[i] == kind:
             return
-    p.late[p.late_n] = kind
-    store32(&p.late_n, p.late_n + 1)
+    p.to_flush[p.to_flush_n] = kind
+    store32(&p.to_flush_n, p.to_flush_n + 1)
 
 
 cdef int plane_flush(Plane *p) noexcept nogil:
     cdef u32 i
     cdef int problem = 0
-    for i in range(load32(&p.late_n)):
+    for i in range(load32(&p.to_flush_n)):
         if problem == 0:
-            problem = p.late[i].ops.flush(p.late[i].state)
+            problem = p.to_flush[i].ops.flush(p.to_flush[i].state)
     return problem
 
 

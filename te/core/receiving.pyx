@@ -17,7 +17,7 @@ from te.core.sending cimport acknowledged, sending_leave, sending_send
 from te.core.staged cimport Part, staged_done, staged_turn
 from te.core.sync cimport *
 from te.core.transfer cimport (
-    transfer_discard, transfer_drop, transfer_list, transfer_new, transfer_owe,
+    transfer_discard, transfer_drop, transfer_list, transfer_new, transfer_serve,
 )
 from te.core.wire cimport *
 
@@ -169,7 +169,7 @@ cdef void serve_read(Connection *c) noexcept nogil:
         memcpy(blocks, c.body, c.head.count * sizeof(Block))
         t = transfer_new(
             link, False, c.head.transfer, blocks, c.head.count, c.head.nbytes, held, n)
-        transfer_owe(t)
+        transfer_serve(t)
         link.ops.prepare(t, True)
     pthread_mutex_lock(&link.lock)
     good = t != NULL

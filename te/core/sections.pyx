@@ -4,9 +4,9 @@
 from te.core.sync cimport load64, load_pointer, now_ns, relax, sleep_ns, u32, u64
 
 
-cdef inline bint concerns(Section *s, void *link, void *right) noexcept nogil:
+cdef inline bint concerns(Section *s, void *link, void *opening) noexcept nogil:
     return (link == NULL or load_pointer(&s.link) == link) and (
-        right == NULL or load_pointer(&s.right) == right)
+        opening == NULL or load_pointer(&s.opening) == opening)
 
 
 cdef inline bint is_elsewhere(Section *s, u64 start, u64 end) noexcept nogil:
@@ -15,13 +15,13 @@ cdef inline bint is_elsewhere(Section *s, u64 start, u64 end) noexcept nogil:
 
 
 cdef bint quiesce(
-    Sections *all, void *link, void *right, u64 start, u64 end, u64 until_ns
+    Sections *all, void *link, void *opening, u64 start, u64 end, u64 until_ns
 ) noexcept nogil:
     cdef u64 pause_ns = 20000, seen
     cdef u32 i, looks = 0
     for i in range(all.n):
         seen = load64(&all.of[i].count)
-        if not (seen & 1 and concerns(all.of[i], link, right)):
+        if not (seen & 1 and concerns(all.of[i], link, opening)):
             continue
         while load64(&all.of[i].count) == seen:
             looks += 1

@@ -81,7 +81,7 @@ cdef void say_given_up(Connection *c, Transfer *t) noexcept nogil:
         h = header_of(ABANDON, t.id, t.tag, (<Sending *>t.own).issued)
         h.flags = FLAG_REPLY if t.is_reply else 0
         queue_frame(c, &h, NULL, 0)
-    advance(t, SAID)
+    advance(t, SENDS_ABANDON)
     if t.is_read:
         advance(t, ABANDONS)
 
@@ -89,7 +89,7 @@ cdef void say_given_up(Connection *c, Transfer *t) noexcept nogil:
 cdef void end_if_idle(Connection *c, Transfer *t) noexcept nogil:
     """After the last frame of it was sent, or the decision that there is none."""
     if t.in_flight == 0:
-        if t.stage == STOPPING or t.stage == OWED:
+        if t.stage == STOPPING or t.stage == REFUSED_EARLY:
             say_given_up(c, t)
         conclude(t)
 
@@ -106,11 +106,11 @@ cdef void stop(Transfer *t) noexcept nogil:
 
 
 cdef void cancel(Transfer *t) noexcept nogil:
-    t.may_land = False  # `unread` has seen to it.
+    t.may_land = False  # `cancel_read` has seen to it.
     stop(t)
 
 
-cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
+cdef bint cancel_read(Transfer *t, u64 until_ns) noexcept nogil:
     store32(&t.opening.is_open, 0)
     if not plane_quiesce(t.link.plane, NULL, t.opening, 0, 0, until_ns):
         return False
@@ -140,7 +140,7 @@ cdef Ops sending_ops() noexcept:
     ops.prepare = prepare
     ops.submit = sending_submit
     ops.cancel = cancel
-    ops.unread = unread
+    ops.cancel_read = cancel_read
     ops.settled = settled
     ops.release = release
     return ops

@@ -69,15 +69,15 @@ cdef u64 staged_end(Connection *c) noexcept nogil
 cdef Slot *staged_slot(Connection *c) noexcept nogil
 # Gives it back: what it has is not to land.
 cdef void staged_return(Connection *c) noexcept nogil
-# Inside the section of `right`: begins to copy what the slot has to the next of these ranges.
-cdef void staged_scatter(Connection *c, iovec *ranges, void *right) noexcept nogil
+# Inside the section of `opening`: begins to copy what the slot has to the next of these ranges.
+cdef void staged_scatter(Connection *c, iovec *ranges, void *opening) noexcept nogil
 # Inside it, of memory of another process that a kind has mapped, with a slot of `staged_slot`: copies
 # `nbytes` of it to where they belong, past the slot, which is the lane's no more. Or copies some into the
 # slot: until `staged_gathered` the connection is held up.
 cdef void staged_move(
-    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *right
+    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *opening
 ) noexcept nogil
-cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *right) noexcept nogil
+cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *opening) noexcept nogil
 # The slot if it has what was gathered, and may be scattered, or holds the fault; NULL if not yet.
 cdef Slot *staged_gathered(Connection *c) noexcept nogil
 # Whether others wait for a slot.

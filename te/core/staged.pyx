@@ -150,29 +150,29 @@ cdef void note_part(Staged *s, u64 nbytes) noexcept nogil:
     s.handed_over += nbytes
 
 
-cdef void staged_scatter(Connection *c, iovec *ranges, void *right) noexcept nogil:
+cdef void staged_scatter(Connection *c, iovec *ranges, void *opening) noexcept nogil:
     cdef Span spans[SPANS_MAX]
     cdef Staged *s = staged_of(c)
     cdef Snapshot *now = <Snapshot *>load_pointer(&c.link.plane.regions.now)
     slot_scatter(
         &stager_of(c).into, s.into.last, spans,
-        spans_of(now.regions, now.count, ranges, s.have, spans), c.link, right)
+        spans_of(now.regions, now.count, ranges, s.have, spans), c.link, opening)
     note_part(s, s.have)
 
 
 cdef void staged_move(
-    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *right
+    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *opening
 ) noexcept nogil:
     cdef Staged *s = staged_of(c)
     s.into.last.is_foreign = True
-    slot_move(&stager_of(c).into, s.into.last, kind, copies, n, nbytes, c.link, right)
+    slot_move(&stager_of(c).into, s.into.last, kind, copies, n, nbytes, c.link, opening)
     note_part(s, nbytes)
 
 
-cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *right) noexcept nogil:
+cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *opening) noexcept nogil:
     cdef Staged *s = staged_of(c)
     s.into.last.is_foreign = s.is_gathering = c.is_held_up = True
-    slot_gather(&stager_of(c).into, s.into.last, spans, n, c.link, right)
+    slot_gather(&stager_of(c).into, s.into.last, spans, n, c.link, opening)
 
 
 cdef Slot *staged_gathered(Connection *c) noexcept nogil:

@@ -18,9 +18,9 @@ cdef struct Stager:
 cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil
 # Its worker does not run. False while a copy is under way: then it, and its memory, stay.
 cdef bint stager_free(Stager *s) noexcept nogil
-# Whether all copies of the link and under the right (NULL is any) that were under way at the call
+# Whether all copies of the link and under the opening (NULL is any) that were under way at the call
 # have ended; False if one has not at `until_ns`.
-cdef bint stager_quiesce(Stager *s, void *link, void *right, u64 until_ns) noexcept nogil
+cdef bint stager_quiesce(Stager *s, void *link, void *opening, u64 until_ns) noexcept nogil
 
 # The first `nbytes` of ranges that lie in regions, sorted by address, as spans of one kind each; how
 # many, or 0 if there are more than SPANS_MAX, or they do not lie in regions after all.

@@ -111,18 +111,18 @@ cdef bint stager_free(Stager *s) noexcept nogil:
     return True
 
 
-cdef bint ring_quiesce(Staging *ring, void *link, void *right, u64 until_ns) noexcept nogil:
+cdef bint ring_quiesce(Staging *ring, void *link, void *opening, u64 until_ns) noexcept nogil:
     cdef u64 mark = staging_mark(ring)
-    while not staging_ended(ring, mark, link, right):
+    while not staging_ended(ring, mark, link, opening):
         if now_ns() >= until_ns:
             return False
         sleep_ns(20000)
     return True
 
 
-cdef bint stager_quiesce(Stager *s, void *link, void *right, u64 until_ns) noexcept nogil:
-    return ring_quiesce(&s.into, link, right, until_ns) and ring_quiesce(
-        &s.out, link, right, until_ns)
+cdef bint stager_quiesce(Stager *s, void *link, void *opening, u64 until_ns) noexcept nogil:
+    return ring_quiesce(&s.into, link, opening, until_ns) and ring_quiesce(
+        &s.out, link, opening, until_ns)
 
 
 cdef u32 spans_of(

@@ -10,8 +10,8 @@ enum { /* stages */
     MOVING,       /* some of it was, and there is more */
     SENT,         /* all of it was; the destination has to answer */
     STOPPING,     /* given up here: nothing more is sent, but something is still under way */
-    TOLD,         /* given up here, and the destination knows; it has to answer */
-    OWED,         /* refused by the destination, which is to hear that nothing more comes */
+    ABANDON_SENT, /* given up here, and the destination knows; it has to answer */
+    REFUSED_EARLY, /* by the destination, which is to hear that nothing more comes */
     IS_LANDED,    /* the answer has come; something may still be under way here */
     IS_REFUSED,
     IS_ABANDONED,
@@ -24,7 +24,7 @@ enum { /* happenings */
     ALL_SENT,
     MORE,     /* some of it has to be sent again */
     GIVEN_UP, /* cancelled, or it cannot go on */
-    SAID,     /* the destination has been told so, or need not be */
+    SENDS_ABANDON, /* the destination has been told so, or need not be */
     LANDS,    /* the destination has it all */
     REFUSES,
     ABANDONS, /* the destination has forgotten it */
@@ -34,12 +34,15 @@ enum { /* happenings */
 /* 0, QUEUED, where that cannot happen: nothing leads there. Any stage is left to OVER, by an outcome. */
 static const uint8_t NEXT_STAGE[STAGES][HAPPENINGS] = {
     [QUEUED] = {[BEGINS] = MOVING},
-    [MOVING] = {[ALL_SENT] = SENT, [MORE] = MOVING, [GIVEN_UP] = STOPPING, [REFUSES] = OWED},
+    [MOVING] = {[ALL_SENT] = SENT, [MORE] = MOVING, [GIVEN_UP] = STOPPING,
+                [REFUSES] = REFUSED_EARLY},
     [SENT] = {[MORE] = MOVING, [LANDS] = IS_LANDED, [REFUSES] = IS_REFUSED,
               [ABANDONS] = IS_ABANDONED},
-    [STOPPING] = {[MORE] = STOPPING, [GIVEN_UP] = STOPPING, [SAID] = TOLD, [REFUSES] = OWED},
-    [TOLD] = {[REFUSES] = IS_REFUSED, [ABANDONS] = IS_ABANDONED},
-    [OWED] = {[MORE] = OWED, [GIVEN_UP] = OWED, [SAID] = IS_REFUSED},
+    [STOPPING] = {[MORE] = STOPPING, [GIVEN_UP] = STOPPING, [SENDS_ABANDON] = ABANDON_SENT,
+                  [REFUSES] = REFUSED_EARLY},
+    [ABANDON_SENT] = {[REFUSES] = IS_REFUSED, [ABANDONS] = IS_ABANDONED},
+    [REFUSED_EARLY] = {[MORE] = REFUSED_EARLY, [GIVEN_UP] = REFUSED_EARLY,
+                       [SENDS_ABANDON] = IS_REFUSED},
 };
 
 #endif

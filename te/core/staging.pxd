@@ -14,10 +14,10 @@
 # write to each other might both wait for ever for one to receive into.
 #
 # A copy cannot be recalled. One out of a slot is a landing, also while no worker is in a section; one
-# into a slot reads from the source's memory. So who takes a right back, or gives memory back, marks
-# the right as revoked, waits for the sections (te/core/sections.pxd), takes `staging_mark`, and then
+# into a slot reads from the source's memory. So who revokes an opening, or gives memory back, marks
+# the opening as revoked, waits for the sections (te/core/sections.pxd), takes `staging_mark`, and then
 # asks `staging_ended` until it says so or the time is over. What gathers or scatters does so inside a
-# section, after it has seen that the right is not revoked. Any thread may ask, and ends copies by
+# section, after it has seen that the opening is not revoked. Any thread may ask, and ends copies by
 # asking: a worker that hangs in a copy of another kind holds nothing up.
 
 from libc.stdint cimport uint8_t
@@ -60,7 +60,7 @@ cdef struct Slot:
     bint is_orphan  # its lane has gone
     u64 number  # of the copy
     void *link
-    void *right
+    void *opening
     Batch batches[KINDS_MAX]
     u32 batches_n
 
@@ -116,19 +116,19 @@ cdef void staging_skip(Staging *s) noexcept nogil
 cdef bint staging_is_scarce(Staging *s) noexcept nogil
 
 # Begin to copy between a held slot and spans, up to SPANS_MAX, of as many bytes as a slot has at most;
-# at least one byte in all. `link` and `right` are those of the section (te/core/sections.pxd), or of a
+# at least one byte in all. `link` and `opening` are those of the section (te/core/sections.pxd), or of a
 # source the link and the transfer. What goes wrong is the slot's fault once it is SLOT_COPIED, and
 # nobody else's.
 cdef void slot_gather(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *opening
 ) noexcept nogil
 cdef void slot_scatter(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *opening
 ) noexcept nogil
 # The same by one kind within its own memory: the slot's is not used, but there are no more such copies
 # under way than slots. `nbytes` is the sum.
 cdef void slot_move(
-    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *right
+    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *opening
 ) noexcept nogil
 
 # Any thread.
@@ -141,6 +141,6 @@ cdef u32 staging_count_ended(Staging *s) noexcept nogil
 cdef u32 staging_poll(Staging *s) noexcept nogil
 # Stands for the copies that have begun until now.
 cdef u64 staging_mark(Staging *s) noexcept nogil
-# Whether all copies that had begun by the mark, and that are of the link and under the right (NULL is
+# Whether all copies that had begun by the mark, and that are of the link and under the opening (NULL is
 # any), have ended. Polls.
-cdef bint staging_ended(Staging *s, u64 mark, void *link, void *right) noexcept nogil
+cdef bint staging_ended(Staging *s, u64 mark, void *link, void *opening) noexcept nogil

@@ -206,7 +206,7 @@ cdef int begin_batch(
     return problem
 
 
-cdef int hand_over(
+cdef int begin_copies(
     Slot *slot, const Span *spans, u32 n, Kind *kind, Direction direction
 ) noexcept nogil:
     """Begins the copies between the slot and those spans that are of the kind."""
@@ -233,11 +233,11 @@ cdef bint is_first_of_kind(const Span *spans, u32 i) noexcept nogil:
     return True
 
 
-cdef void set_copying(Staging *s, Slot *slot, u64 nbytes, void *link, void *right) noexcept nogil:
+cdef void set_copying(Staging *s, Slot *slot, u64 nbytes, void *link, void *opening) noexcept nogil:
     pthread_mutex_lock(&s.lock)
     s.begun += 1
     slot.number = s.begun
-    slot.link, slot.right = link, right
+    slot.link, slot.opening = link, opening
     slot.nbytes = nbytes
     slot.batches_n = 0
     slot.is_begun = False
@@ -255,37 +255,37 @@ cdef void set_begun(Staging *s, Slot *slot, int problem) noexcept nogil:
 
 
 cdef void begin_copy(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right, Direction direction
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *opening, Direction direction
 ) noexcept nogil:
     cdef u64 total
     cdef int problem = check_spans(s, spans, n, &total)
     cdef u32 i = 0
-    set_copying(s, slot, total, link, right)
+    set_copying(s, slot, total, link, opening)
     # Without the lock: a driver may take its time to accept a batch, and who fences must not wait
     # for that longer than it wants to.
     while problem == 0 and i < n:
         if is_first_of_kind(spans, i):
-            problem = hand_over(slot, spans, n, spans[i].kind, direction)
+            problem = begin_copies(slot, spans, n, spans[i].kind, direction)
         i += 1
     set_begun(s, slot, problem)
 
 
 cdef void slot_gather(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *opening
 ) noexcept nogil:
-    begin_copy(s, slot, spans, n, link, right, TO_HOST)
+    begin_copy(s, slot, spans, n, link, opening, TO_HOST)
 
 
 cdef void slot_scatter(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *opening
 ) noexcept nogil:
-    begin_copy(s, slot, spans, n, link, right, FROM_HOST)
+    begin_copy(s, slot, spans, n, link, opening, FROM_HOST)
 
 
 cdef void slot_move(
-    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *right
+    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *opening
 ) noexcept nogil:
-    set_copying(s, slot, nbytes, link, right)
+    set_copying(s, slot, nbytes, link, opening)
     set_begun(s, slot, begin_batch(slot, kind, copies, n, WITHIN))
 
 
@@ -345,7 +345,7 @@ cdef u64 staging_mark(Staging *s) noexcept nogil:
     return mark
 
 
-cdef bint staging_ended(Staging *s, u64 mark, void *link, void *right) noexcept nogil:
+cdef bint staging_ended(Staging *s, u64 mark, void *link, void *opening) noexcept nogil:
     cdef Slot *slot
     cdef bint ended = True
     cdef u32 i
@@ -355,7 +355,7 @@ cdef bint staging_ended(Staging *s, u64 mark, void *link, void *right) noexcept 
         end_copy(s, slot)
         if load32(&slot.state) == SLOT_COPYING and slot.number <= mark and (
             link == NULL or slot.link == link
-        ) and (right == NULL or slot.right == right):
+        ) and (opening == NULL or slot.opening == opening):
             ended = False
     pthread_mutex_unlock(&s.lock)
     return ended

@@ -11,9 +11,10 @@ from te.core.wire cimport Block
 
 cdef extern from "core/stages.h" nogil:
     enum:  # stages
-        QUEUED, MOVING, SENT, STOPPING, TOLD, OWED, IS_LANDED, IS_REFUSED, IS_ABANDONED, OVER
+        QUEUED, MOVING, SENT, STOPPING, ABANDON_SENT, REFUSED_EARLY, IS_LANDED, IS_REFUSED
+        IS_ABANDONED, OVER
     enum:  # happenings
-        BEGINS, ALL_SENT, MORE, GIVEN_UP, SAID, LANDS, REFUSES, ABANDONS
+        BEGINS, ALL_SENT, MORE, GIVEN_UP, SENDS_ABANDON, LANDS, REFUSES, ABANDONS
 
 # Descriptors for `n` blocks; NULL without memory. Any thread.
 cdef Block *blocks_new(Link *link, u64 n) noexcept nogil
@@ -25,8 +26,8 @@ cdef Transfer *transfer_new(
 ) noexcept nogil
 cdef void transfer_drop(Transfer *t) noexcept nogil  # any thread
 # A new one serves a peer's read: the link owes its blocks until they are sent. Any thread.
-cdef void transfer_owe(Transfer *t) noexcept nogil
-# All its frames are made: its descriptors are needed no more, and nothing is owed.
+cdef void transfer_serve(Transfer *t) noexcept nogil
+# All its frames are made: its descriptors are needed no more, and its blocks count no more as a reply's.
 cdef void transfer_made(Transfer *t) noexcept nogil
 # Puts it behind the others of its link. The list has a reference of its own.
 cdef void transfer_list(Transfer *t) noexcept nogil
@@ -60,4 +61,5 @@ cdef void fail_all(Link *link) noexcept nogil
 
 
 cdef inline bint is_given_up(Transfer *t) noexcept nogil:
-    return load32(&t.cancel) or t.fault or t.verdict or t.stage == OWED or t.stage == IS_REFUSED
+    return load32(&t.cancel) or t.fault or t.verdict or (
+        t.stage == REFUSED_EARLY or t.stage == IS_REFUSED)

@@ -73,18 +73,18 @@ cdef void transfer_drop(Transfer *t) noexcept nogil:
         free(t)
 
 
-cdef void transfer_owe(Transfer *t) noexcept nogil:
+cdef void transfer_serve(Transfer *t) noexcept nogil:
     t.is_reply = True
-    add64(&t.link.owed, t.n)
-    add64(&t.link.plane.owed, t.n)
+    add64(&t.link.reply_blocks, t.n)
+    add64(&t.link.plane.reply_blocks, t.n)
 
 
 cdef void transfer_made(Transfer *t) noexcept nogil:
     cdef Link *link = t.link
     if t.is_reply and t.blocks != NULL:
-        add64(&link.owed, -t.n)
-        add64(&link.plane.owed, -t.n)
-        if load32(&link.is_held_back) and not owes_too_much(link):
+        add64(&link.reply_blocks, -t.n)
+        add64(&link.plane.reply_blocks, -t.n)
+        if load32(&link.is_held_back) and not has_too_many_replies(link):
             store32(&link.is_held_back, 0)
             link_kick(link)
     blocks_free(link, t.blocks)
@@ -249,7 +249,7 @@ cdef bint answer(Transfer *t, uint8_t status, const uint8_t *reason, u32 count) 
             store32(&t.opening.is_open, 0)
         return True
     # A refusal can be late: the pieces of a read are refused one by one.
-    return status == REFUSED and t.stage >= OWED
+    return status == REFUSED and t.stage >= REFUSED_EARLY
 
 
 cdef void refuse_read(Transfer *t, const char *reason) noexcept nogil:

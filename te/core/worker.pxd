@@ -105,7 +105,7 @@ cdef struct Worker:
     Polled *polled
     u64 due_ns  # when something that it polls has to have its next turn at the latest: `worker_by`
     bint has_gone  # something that it polls
-    bint owes  # a wake-up to another process
+    bint wakeup_due  # a wake-up to another process
     bint naps  # it sleeps for NAP_NS at most, this time
 
 cdef struct Workers:

@@ -356,7 +356,7 @@ cdef void worker_soon(Worker *w) noexcept nogil:
 cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nogil:
     cdef Polled *p = w.polled
     cdef bint busy = False
-    w.owes = False
+    w.wakeup_due = False
     w.due_ns = <u64>-1
     worker_obey(w)
     while p != NULL:
@@ -391,7 +391,7 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
     cdef Polled *p
     cdef u64 now = now_ns(), active = 0, check_at = 0, until, value
     cdef int i, n, timeout_ms
-    cdef bint busy, slept, stopping, is_patient, naps, owes, waiting = False
+    cdef bint busy, slept, stopping, is_patient, naps, wakeup_due, waiting = False
     worker_take(w)
     while True:
         timeout_ms = 0
@@ -405,11 +405,11 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
                 naps = w.naps
                 if not naps:
                     timeout_ms = <int>((until - now) / 1000000) + 1
-        owes = w.owes
+        wakeup_due = w.wakeup_due
         worker_give(w)
         if naps:
             nap(w)
-        elif not slept and waiting and not looked(w) and not owes:
+        elif not slept and waiting and not looked(w) and not wakeup_due:
             spin_turn(&w.spin, now)
         n = epoll_wait(w.epoll, events, EVENTS_MAX, timeout_ms)
         store32(&w.sleeping, 0)

@@ -39,13 +39,13 @@ def attributes(queue_pair: direct.QueuePair) -> bytes:
 def queried(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The attributes of each queue pair, both ends, when it is handed over."""
     found: list[bytes] = []
-    hand_over = direct.hand_over
+    add_queue_pair = direct.add_queue_pair
 
     def look(queue_pair: direct.QueuePair, *arguments: Any) -> None:
         found.append(attributes(queue_pair))
-        hand_over(queue_pair, *arguments)
+        add_queue_pair(queue_pair, *arguments)
 
-    monkeypatch.setattr(direct, "hand_over", look)
+    monkeypatch.setattr(direct, "add_queue_pair", look)
     return found
 
 

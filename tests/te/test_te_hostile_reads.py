@@ -61,7 +61,7 @@ class Asker:
 def owed(engine: te.Engine, askers: list[Asker]) -> int:
     for asker in askers:
         asker.push()
-    return engine._plane.owed_blocks
+    return engine._plane.reply_blocks
 
 
 def test_a_peer_that_takes_no_answers_is_read_from_no_more() -> None:

@@ -93,13 +93,13 @@ def test_a_link_has_so_many_queue_pairs_for_each_pair_of_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, int]] = []
-    hand_over = direct.hand_over
+    add_queue_pair = direct.add_queue_pair
 
     def count(queue_pair: Any, link: Any, offer: RailOffer, nic: int, *rest: int) -> None:
         made.append((offer.rail, nic))
-        hand_over(queue_pair, link, offer, nic, *rest)
+        add_queue_pair(queue_pair, link, offer, nic, *rest)
 
-    monkeypatch.setattr(direct, "hand_over", count)
+    monkeypatch.setattr(direct, "add_queue_pair", count)
     # No rail is made anew because a thread has stood still.
     for module in (link_module, transport):
         monkeypatch.setattr(module, "BUILD_TIMEOUT_S", TIMEOUT_S)
@@ -173,7 +173,7 @@ def test_what_is_configured_of_packets_is_given_to_the_queue_pair(
         def connect(self, *values: Any, is_target: bool) -> None:
             told.append(dict(zip(names, (*values, is_target), strict=True)))
 
-    monkeypatch.setattr(direct, "hand_over", lambda *_: None)
+    monkeypatch.setattr(direct, "add_queue_pair", lambda *_: None)
     monkeypatch.setattr(Nic, "check_port", lambda _: None)
     device = cast(verbs.Device, SimpleNamespace(queue_pair=lambda *_: Recorded()))
     near = replace(nic(), device=device)

@@ -22,7 +22,7 @@ _, _, TABLE = read_table(STAGES_H.read_text())
 ANSWERED = {"IS_LANDED", "IS_REFUSED", "IS_ABANDONED"}
 HAPPENINGS = sorted({happening for row in TABLE.values() for happening in row})
 #: What ends a transfer that has been given up, or was refused, without a byte more.
-GIVEN_UP = {"STOPPING", "TOLD", "OWED", "IS_REFUSED", "IS_ABANDONED", "OVER"}
+GIVEN_UP = {"STOPPING", "ABANDON_SENT", "REFUSED_EARLY", "IS_REFUSED", "IS_ABANDONED", "OVER"}
 
 
 def following(stage: str) -> set[str]:
@@ -65,8 +65,8 @@ def test_what_was_given_up_never_moves_again() -> None:
     for stage in GIVEN_UP:
         assert reached(stage) <= GIVEN_UP
     for row in TABLE.values():
-        assert row.get("GIVEN_UP", "STOPPING") in {"STOPPING", "OWED"}
-        assert row.get("REFUSES", "OWED") in {"OWED", "IS_REFUSED"}
+        assert row.get("GIVEN_UP", "STOPPING") in {"STOPPING", "REFUSED_EARLY"}
+        assert row.get("REFUSES", "REFUSED_EARLY") in {"REFUSED_EARLY", "IS_REFUSED"}
 
 
 def test_only_what_was_sent_as_a_whole_can_have_landed() -> None:
@@ -79,7 +79,7 @@ def test_no_sequence_of_happenings_leaves_the_table(happenings: list[str]) -> No
     found = after(happenings)
     assert set(found) <= set(TABLE)
     # Whatever was left out or came twice: the destination's last word ends it, once it is asked.
-    *_, told = after([*happenings, "BEGINS", "GIVEN_UP", "SAID", "ABANDONS", "REFUSES"])
+    *_, told = after([*happenings, "BEGINS", "GIVEN_UP", "SENDS_ABANDON", "ABANDONS", "REFUSES"])
     assert told in ANSWERED
     for one, other in itertools.pairwise(found):
         assert one == other or other in following(one)

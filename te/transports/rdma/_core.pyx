@@ -45,7 +45,7 @@ cdef enum:
     LEFT_BEHIND = 4
     LEFT_BEHIND_BYTES = 1 << 20  # at least, as a probe holds none
     ROUNDS_MAX = 8  # looks of one turn
-    UNREAD_NS = 300000000
+    CANCEL_READ_NS = 300000000
 
 
 # -- a turn of a queue pair
@@ -172,7 +172,7 @@ cdef bint has_work(Qp *q) noexcept nogil:
     return q.sequence != q.completed or q.marks > q.confirmed
 
 
-cdef u64 owed_ns(Qp *q) noexcept nogil:
+cdef u64 expected_ns(Qp *q) noexcept nogil:
     """How long the rail is expected to need for what it has under way."""
     cdef double speed = direct_of(q.link).speeds[q.index]
     return <u64>(q.ring_bytes / speed * 1e9) if speed > 0 else 0
@@ -203,24 +203,24 @@ cdef void on_check(Polled *p, u64 now) noexcept nogil:
     counts."""
     cdef Qp *q = <Qp *>p
     cdef u64 lasted_ns, moment_ns
-    cdef bint late, overdue
+    cdef bint is_quiet, is_overdue
     if q.e == NULL or q.link.is_incoming:
         return
     lasted_ns = silent_ns(
         q.link, &q.silence, q.progress_ns if has_work(q) else 0, now, q.link.plane.rail_ns)
     if lasted_ns == 0:
         q.others_moved = moved_by_others(q)
-    moment_ns = max(q.link.plane.rail_ns / MOMENTS, 2 * owed_ns(q))
-    overdue = lasted_ns > q.link.plane.rail_ns
-    late = lasted_ns > min(q.link.plane.suspect_ns, moment_ns)
-    if overdue and q.overdue:
+    moment_ns = max(q.link.plane.rail_ns / MOMENTS, 2 * expected_ns(q))
+    is_overdue = lasted_ns > q.link.plane.rail_ns
+    is_quiet = lasted_ns > min(q.link.plane.suspect_ns, moment_ns)
+    if is_overdue and q.is_overdue:
         qp_fail(q, NO_COMPLETION, 0)
-    elif late and q.late and is_left_behind(q):
+    elif is_quiet and q.is_quiet and is_left_behind(q):
         qp_fail(q, NO_COMPLETION, <int>(lasted_ns / 1000000))
-    elif late and q.late and rail_step(q.link, q.index, IS_QUIET):
+    elif is_quiet and q.is_quiet and rail_step(q.link, q.index, IS_QUIET):
         kick_qps(q.link)
-    q.late = late
-    q.overdue = overdue
+    q.is_quiet = is_quiet
+    q.is_overdue = is_overdue
 
 
 cdef void on_release(Polled *p) noexcept nogil:
@@ -243,10 +243,10 @@ cdef void submit(Transfer *t) noexcept nogil:
     send_now(t.link, 1, 0)
 
 
-cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
+cdef bint cancel_read(Transfer *t, u64 until_ns) noexcept nogil:
     """It ends with its last request; after a while by breaking its rails."""
     call_off(t)
-    return transfer_await(t, min(until_ns, now_ns() + UNREAD_NS)) or (
+    return transfer_await(t, min(until_ns, now_ns() + CANCEL_READ_NS)) or (
         fencing_drain(t.link, until_ns))
 
 
@@ -304,7 +304,7 @@ OPS.lands_by_device = True
 OPS.prepare = outgoing_prepare
 OPS.submit = submit
 OPS.cancel = outgoing_cancel
-OPS.unread = unread
+OPS.cancel_read = cancel_read
 OPS.settled = outgoing_settled
 OPS.revoke = fencing_revoke
 OPS.check = check

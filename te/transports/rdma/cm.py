@@ -15,7 +15,7 @@ from te.connect.throttle import Throttle
 from te.core.wire import RECEIVE_DEPTH
 from te.transports.base import Local, Watch
 from te.transports.rdma._core import RdmaLink
-from te.transports.rdma.direct import BUILD_TIMEOUT_S, hand_over
+from te.transports.rdma.direct import BUILD_TIMEOUT_S, add_queue_pair
 from te.transports.rdma.messages import RailAnswer, RailOffer
 from te.verbs._core import CmListener, CmRequest
 from te.verbs.fabric import Nic
@@ -117,7 +117,7 @@ class CmAcceptor:
         nic, offer = expected.nic, expected.offer
         try:
             queue_pair = request.queue_pair(nic.device, RECEIVE_DEPTH, nic.max_message_bytes)
-            hand_over(queue_pair, expected.link, offer, offer.remote_nic, offer.nic, 0)
+            add_queue_pair(queue_pair, expected.link, offer, offer.remote_nic, offer.nic, 0)
         except OSError as exc:
             logger.warning("rejected rail %d by %s: %s", offer.rail, nic.name, exc.strerror)
 

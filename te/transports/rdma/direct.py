@@ -33,8 +33,8 @@ __all__ = [
     "Greet",
     "Path",
     "accept_rail",
+    "add_queue_pair",
     "build_rail",
-    "hand_over",
     "paths",
     "remote_nic",
 ]
@@ -155,7 +155,7 @@ def build_rail(
         local.config.partition_key_index,
         is_target=False,
     )
-    hand_over(queue_pair, link, offer, nic.index, path.remote, answer.fences)
+    add_queue_pair(queue_pair, link, offer, nic.index, path.remote, answer.fences)
 
 
 def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) -> None:
@@ -185,7 +185,7 @@ def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) 
     )
     if len(said) < FENCES.size:
         raise ConnectError("the engine answered rdma_connect without its fences")
-    hand_over(queue_pair, link, offer, nic.index, path.remote, FENCES.unpack_from(said)[0])
+    add_queue_pair(queue_pair, link, offer, nic.index, path.remote, FENCES.unpack_from(said)[0])
 
 
 def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
@@ -208,7 +208,7 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         is_target=True,
     )
     number = queue_pair.number
-    hand_over(queue_pair, link, offer, offer.remote_nic, offer.nic, 0)
+    add_queue_pair(queue_pair, link, offer, offer.remote_nic, offer.nic, 0)
     # Read last: a fence that came before this rail was there must be known before it is used.
     return RailAnswer(number=number, psn=psn, fences=link.fences)
 
@@ -221,7 +221,7 @@ def remote_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
     return nics[offer.remote_nic]
 
 
-def hand_over(
+def add_queue_pair(
     queue_pair: QueuePair, link: RdmaLink, offer: RailOffer, nic: int, remote: int, fences: int
 ) -> None:
     """Gives a queue pair to the plane; ``OSError``."""

@@ -109,18 +109,20 @@ cdef void requeue(Link *link, const Posted *posted) noexcept nogil:
 
 cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
     cdef Posting *p = posting_of(t)
-    if is_given_up(t) and (t.stage == MOVING or t.stage == STOPPING or t.stage == OWED):
+    if is_given_up(t) and (
+        t.stage == MOVING or t.stage == STOPPING or t.stage == REFUSED_EARLY
+    ):
         take_ready(c.link, t)
         advance(t, GIVEN_UP)
         if t.in_flight:
             return
         if t.is_read:
-            advance(t, SAID)
+            advance(t, SENDS_ABANDON)
             advance(t, ABANDONS)  # Unless it was refused.
         else:
-            if p.granted or t.stage != OWED:
+            if p.granted or t.stage != REFUSED_EARLY:
                 queue_abandon(c, t.id, t.tag, p.pieces_n - p.waiting - p.unmarked)
-            advance(t, SAID)
+            advance(t, SENDS_ABANDON)
     elif t.is_read and p.granted and p.waiting == 0 and t.in_flight == 0:
         if plane_flush(c.link.plane):
             refuse_read(t, b"what was read does not show in the memory")

@@ -136,7 +136,7 @@ cdef bint build(Qp *q) noexcept nogil:
     return True
 
 
-cdef bint hand_over(Qp *q) noexcept nogil:
+cdef bint post_chain(Qp *q) noexcept nogil:
     """One call for the whole chain; False if the device did not take all of it."""
     cdef VSendWr *bad = NULL
     cdef int errnum
@@ -162,7 +162,7 @@ cdef bint hand_over(Qp *q) noexcept nogil:
 
 cdef void post_probe(Qp *q) noexcept nogil:
     build_mark(q, 0)
-    hand_over(q)
+    post_chain(q)
 
 
 cdef void begin(Qp *q) noexcept nogil:
@@ -176,7 +176,7 @@ cdef bint post_given(Qp *q) noexcept nogil:
     """Sends what the qp was given; whether there was something."""
     cdef bint busy = False
     cdef Posted *one
-    while hand_over(q) and q.unbuilt:
+    while post_chain(q) and q.unbuilt:
         busy = True
         if q.sequence - q.completed + 1 >= q.e.send_depth:
             return busy

@@ -62,7 +62,8 @@ cdef struct Qp:
     Endpoint *e
     u32 index, epoch, local_nic, remote_nic
     u32 kicks_seen, faults_seen
-    bint armed, late, overdue
+    bint armed
+    bint is_quiet, is_overdue  # at the last check
     u64 progress_ns
     Silence silence  # of what it has under way
     u64 others_moved  # bytes of other rails when that began

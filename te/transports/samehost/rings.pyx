@@ -41,7 +41,7 @@ cdef inline void wake_later(Rings *c) noexcept nogil:
         c.wake_due_ns = now_ns() + WAKE_NS
 
 
-cdef bint owes(Channel *of, bint at_once) noexcept nogil:
+cdef bint send_wakeup(Channel *of, bint at_once) noexcept nogil:
     cdef Rings *c = <Rings *>of
     if c.wake_due_ns == 0:
         return False
@@ -193,7 +193,7 @@ OPS.receive = receive
 OPS.moved = moved
 OPS.arm = arm
 OPS.rung = rung
-OPS.owes = owes
+OPS.send_wakeup = send_wakeup
 OPS.free = drop
 
 
