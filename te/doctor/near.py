@@ -269,9 +269,7 @@ def _devices(
 
 def _preferred(near: Sequence[Port], far: Sequence[Port]) -> set[tuple[str, str]]:
     """Pairs of devices over which te makes its rails, as long as they connect."""
-    if not near or not far:
-        return set()
-    return {(near[i].nic.name, far[j].nic.name) for i, j in pairs(len(near), len(far)).tolist()}
+    return {(near[i].nic.name, far[j].nic.name) for i, j in pairs(len(near), len(far))}
 
 
 def _end(port: Port, host: str) -> End:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,15 @@ def test_addresses_leave_out_the_loopback_and_container_networks(tmp_path: Path)
     for name in ("lo", "docker0", "cali12"):
         (tmp_path / name).mkdir()
     assert host_addresses(tmp_path) == ()
+
+
+def test_te_makes_its_rails_over_each_device_and_its_like() -> None:
+    here, there = (
+        [SimpleNamespace(nic=SimpleNamespace(name=name)) for name in names]
+        for names in (("a0", "a1"), ("b0",))
+    )
+    assert near._preferred(here, there) == {("a0", "b0"), ("a1", "b0")}
+    assert near._preferred(here, []) == set()
 
 
 @contextlib.contextmanager

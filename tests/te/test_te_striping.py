@@ -17,12 +17,12 @@ pytestmark = pytest.mark.pure
 def test_pairs_use_every_nic_evenly(local: int, remote: int) -> None:
     table = pairs(local, remote)
     assert len(table) == max(local, remote)
-    for column, count in ((0, local), (1, remote)):
-        uses = np.bincount(table[:, column], minlength=count)
+    for column, count in zip(zip(*table, strict=True), (local, remote), strict=True):
+        uses = np.bincount(column, minlength=count)
         assert uses.min() >= 1
         assert uses.max() - uses.min() <= 1
     if local == remote:
-        assert (table[:, 0] == table[:, 1]).all()
+        assert all(here == there for here, there in table)
 
 
 @given(st.integers(0, 15), st.integers(1, 16))
@@ -33,8 +33,7 @@ def test_partners_are_all_remote_nics_the_like_first(nic: int, remote: int) -> N
 
 
 def test_pairs_need_devices_on_both_sides() -> None:
-    with pytest.raises(ValueError, match="no rail between 0 local"):
-        pairs(0, 2)
+    assert pairs(0, 2) == pairs(2, 0) == []
 
 
 def test_ports_of_unknown_speed_are_taken_to_be_as_fast_as_the_fastest() -> None:

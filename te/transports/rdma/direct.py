@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from te.core.wire import RECEIVE_DEPTH
 from te.errors import ConnectError
 from te.topology import Gid, gid_pairs
@@ -86,11 +84,8 @@ def paths(
     Each pair of devices has ``per_pair`` rails, but as many as ``rails_max`` allows in all: every
     pair has its first before one has a second.
     """
-    if not nics or not remote:
-        return []
     found = []
-    each = np.tile(pairs(len(nics), len(remote)), (per_pair, 1))[:rails_max]
-    for nic_index, remote_index in each.tolist():
+    for nic_index, remote_index in (pairs(len(nics), len(remote)) * per_pair)[:rails_max]:
         nic = nics[nic_index]
         ways: list[Path] = []
         for other in sorted(partners(nic_index, len(remote)), key=lambda i: i != remote_index):

@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 __all__ = ["nominal", "pairs", "partners"]
 
 RATE_UNKNOWN: Final = 1e9
@@ -22,16 +19,14 @@ def nominal(rates: Sequence[float]) -> list[float]:
     return [rate or fastest for rate in rates]
 
 
-def pairs(local_nics: int, remote_nics: int) -> npt.NDArray[np.int64]:
-    """Local and remote NIC of each rail, shape (rails, 2), as many rails as the larger side has.
+def pairs(local_nics: int, remote_nics: int) -> list[tuple[int, int]]:
+    """Local and remote NIC of each rail, as many rails as the larger side has; none without both.
 
     With equal numbers NIC i goes with NIC i, the pair that rail-only fabrics connect; otherwise
     each NIC of the smaller side serves as evenly many of the larger as can be.
     """
-    if local_nics < 1 or remote_nics < 1:
-        raise ValueError(f"no rail between {local_nics} local and {remote_nics} remote NICs")
-    rail = np.arange(max(local_nics, remote_nics))
-    return np.stack((rail % local_nics, rail % remote_nics), axis=1)
+    rails = max(local_nics, remote_nics) if local_nics and remote_nics else 0
+    return [(rail % local_nics, rail % remote_nics) for rail in range(rails)]
 
 
 def partners(nic: int, remote_nics: int) -> tuple[int, ...]:
