@@ -28,9 +28,17 @@ class Reader:
             places: of dtype ``changes.PLACE``, one for each key; is written.
         """
 
+    @property
+    def changes(self) -> int:
+        """Rises with every change of its entries."""
+
+    def keys(self, ranks: Buffer) -> bytes:
+        """The keys of all entries, but those of owners whose byte in ``ranks`` is 0; a key as often
+        as it has entries. What changes meanwhile is there or not."""
+
 class Mirror(Reader):
     """Another process's table. What that one changes at the moment is looked at again, for some
-    hundred microseconds at most; then it is not found."""
+    hundred microseconds at most; then it is not found, nor listed."""
 
     def __init__(self, memory: Any) -> None:
         """``memory``: its file, mapped. ``ValueError`` if it is none."""
@@ -48,14 +56,6 @@ class Table(Reader):
     @property
     def nbytes(self) -> int:
         """The memory that it takes, in bytes."""
-
-    @property
-    def changes(self) -> int:
-        """Rises with every change of its entries."""
-
-    def keys(self, ranks: Buffer) -> bytes:
-        """The keys of all entries, but those of owners whose byte in ``ranks`` is 0; a key as often
-        as it has entries. What changes meanwhile is there or not."""
 
     def count(self, owner: int) -> int:
         """The number of entries of an owner."""

@@ -17,7 +17,7 @@
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_Check
-from libc.stdint cimport int8_t, uint16_t, uint32_t, uint64_t, uint8_t
+from libc.stdint cimport int8_t, int64_t, uint16_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
 import fcntl
@@ -29,6 +29,7 @@ ctypedef uint8_t u8
 ctypedef uint16_t u16
 ctypedef uint32_t u32
 ctypedef uint64_t u64
+ctypedef int64_t i64
 
 cdef extern from *:
     """
@@ -117,7 +118,8 @@ cdef struct Shard:
     u64 number       # see above
     u64 entries      # where they begin in the file; 0 before the first one
     u64 mask
-    u64 used, gone   # for who writes
+    u64 used         # never fewer than there are
+    u64 gone         # for who writes
     u64[3] unused
 
 cdef struct Place:   # kvstore.objects.changes.PLACE
@@ -175,6 +177,22 @@ cdef void probe(
                 best = rank
                 place.slot, place.generation = e.slot, e.generation
                 place.owner, place.found = e.owner, FOUND
+
+
+cdef i64 copy_keys(
+    const Entry *entries, u64 mask, const u8 *ranks, char *to, u64 room
+) noexcept nogil:
+    """How many these are; -1 if there is room for fewer, since the shard has changed."""
+    cdef const Entry *e
+    cdef u64 i, found = 0
+    for i in range(mask + 1):
+        e = &entries[i]
+        if e.state == USED and e.owner < OWNERS and ranks[e.owner]:
+            if found == room:
+                return -1
+            memcpy(to + found * KEY, e.key, KEY)
+            found += 1
+    return found
 
 
 cdef class Reader:
@@ -261,6 +279,54 @@ cdef class Reader:
             wait_a_little(look > LOOKS)
         memset(place, 0, sizeof(Place))
 
+    @property
+    def changes(self):
+        cdef u64 changes = 0
+        cdef int i
+        for i in range(SHARDS):
+            changes += load_relaxed(&self.shards()[i].number)
+        return changes
+
+    def keys(self, object ranks):
+        cdef Py_buffer view
+        cdef list parts = []
+        cdef int i
+        PyObject_GetBuffer(ranks, &view, PyBUF_SIMPLE)
+        try:
+            if view.len != OWNERS:
+                raise ValueError(f"{view.len} ranks, and {OWNERS} are needed")
+            for i in range(SHARDS):
+                if i % SHARDS_AT_ONCE == 0:
+                    with nogil:
+                        pass
+                parts.append(self.keys_of(&self.shards()[i], <u8 *>view.buf))
+        finally:
+            PyBuffer_Release(&view)
+        return b"".join(parts)
+
+    cdef bytes keys_of(self, Shard *shard, const u8 *ranks):
+        cdef u64 number, at, mask, used
+        cdef i64 found
+        cdef bytes packed
+        cdef int look
+        for look in range(LOOKS_MAX):
+            number = load_number(&shard.number)
+            if number & 1 == 0:
+                at, mask = load_relaxed(&shard.entries), load_relaxed(&shard.mask)
+                used = load_relaxed(&shard.used)
+                if at == 0:
+                    return b""
+                if self.has(at, mask) and used <= mask + 1:
+                    packed = PyBytes_FromStringAndSize(NULL, used * KEY)
+                    found = copy_keys(
+                        <Entry *>(self.base + at), mask, ranks, PyBytes_AsString(packed), used
+                    )
+                    after_reads()
+                    if found >= 0 and load_relaxed(&shard.number) == number:
+                        return packed[: found * KEY]
+            wait_a_little(look > LOOKS)
+        return b""
+
     cdef inline bint has(self, u64 at, u64 mask) noexcept nogil:
         """Whether entries can be there: what is read while it changes may be anything."""
         return (
@@ -318,50 +384,6 @@ cdef class Table(Reader):
         if owner >= OWNERS:
             raise ValueError(f"owner {owner} must be below {OWNERS}")
         return self.counts[owner]
-
-    @property
-    def changes(self):
-        cdef u64 changes = 0
-        cdef int i
-        for i in range(SHARDS):
-            changes += self.shards()[i].number
-        return changes
-
-    def keys(self, object ranks):
-        cdef Py_buffer view
-        cdef list parts = []
-        cdef int first
-        PyObject_GetBuffer(ranks, &view, PyBUF_SIMPLE)
-        try:
-            if view.len != OWNERS:
-                raise ValueError(f"{view.len} ranks, and {OWNERS} are needed")
-            for first in range(0, SHARDS, SHARDS_AT_ONCE):
-                with nogil:
-                    pass
-                parts.append(self.keys_from(first, <u8 *>view.buf))
-        finally:
-            PyBuffer_Release(&view)
-        return b"".join(parts)
-
-    cdef bytes keys_from(self, int first, const u8 *ranks):
-        """Of ``SHARDS_AT_ONCE`` shards."""
-        cdef u64 used = 0, i
-        cdef Shard *shard = &self.shards()[first]
-        cdef Entry *e
-        cdef bytes packed
-        cdef char *to
-        cdef int at
-        for at in range(SHARDS_AT_ONCE):
-            used += shard[at].used
-        packed = PyBytes_FromStringAndSize(NULL, used * KEY)
-        to = PyBytes_AsString(packed)
-        for at in range(SHARDS_AT_ONCE):
-            for i in range(shard[at].mask + 1 if shard[at].entries else 0):
-                e = &entries_of(self.base, &shard[at])[i]
-                if e.state == USED and ranks[e.owner]:
-                    memcpy(to, e.key, KEY)
-                    to += KEY
-        return packed[: to - PyBytes_AsString(packed)]
 
     def set_rank(self, u32 owner, u8 rank):
         if owner >= OWNERS or rank >= IN_MEMORY:

@@ -28,8 +28,8 @@ from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.owners import Membership, Owners, Version
-from kvstore.client.pool import Pool
+from kvstore.client.owners import Membership, Owners
+from kvstore.client.pool import Pool, Version
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
 from kvstore.client.status import QUESTION, StoreStatus
@@ -254,9 +254,8 @@ class Store:
 
     def keys(self, since: Version | None = None) -> tuple[Version, Keys] | None:
         """The keys that ``known`` finds, each once for each copy and signature, and the version of
-        what this process knows; None if that is still ``since``. For a process that follows the
-        owners itself (``Config.owner`` "rank"). Takes about 10 ms for a million."""
-        assert isinstance(self._owners, Owners), "the host's owner has the table"
+        what this process knows; None if that is still ``since``. None are listed while the host's
+        owner cannot be asked. Takes about 10 ms for a million."""
         return self._owners.keys(since)
 
     def admit(

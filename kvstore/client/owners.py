@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -24,14 +24,13 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.following import Following
 from kvstore.client.handles import Handle, LocalHandle, RemoteHandle
 from kvstore.client.load_times import LoadTimes
-from kvstore.client.pool import OWN
+from kvstore.client.pool import OWN, Version, keys_of
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.objects.changes import (
     CHANGE,
-    KEY_BYTES,
     OWNERS_MAX,
     PLACE,
     Found,
@@ -50,7 +49,7 @@ from kvstore.protocol.calling import Caller, Window
 from kvstore.protocol.messages import Touch
 from kvstore.protocol.sockets import Sockets, Where
 
-__all__ = ["Membership", "Owners", "Version"]
+__all__ = ["Membership", "Owners"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,6 @@ OTHER_HOSTS_S: Final = 10.0
 POLL_S: Final = 0.01
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
-Version: TypeAlias = tuple[int, bytes]
-"""Of what is known: how often that has changed, and which owners can be used."""
 
 
 class Membership(Protocol):
@@ -241,12 +238,8 @@ class Owners:
         return self.look_up(keys, fingerprint, bytes(ranks))
 
     def keys(self, since: Version | None) -> tuple[Version, Keys] | None:
-        """See ``Store.keys``."""
-        version = self.table.changes, self.ranks
-        if version == since:
-            return None
-        packed = self.table.keys(version[1])
-        return version, np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES)
+        """See ``Pool``."""
+        return keys_of(self.table, self.ranks, since)
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         """Has owners told within a tenth of a second that objects are read, so that they keep them.

@@ -4,19 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
+import numpy as np
+
+from kvstore._table import Reader
 from kvstore.client.handles import Handle
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
-from kvstore.objects.changes import Keys, Records
+from kvstore.objects.changes import KEY_BYTES, Keys, Records
 from kvstore.owner.owner import Owner
 
-__all__ = ["OWN", "Pool"]
+__all__ = ["OWN", "Pool", "Version", "keys_of"]
 
 OWN: Final = 0
 """The number of the nearest owner in the table, which is this process's own or the host's; others
 are above."""
+Version: TypeAlias = tuple[Reader | None, int, bytes]
+"""Of what is known: the table, how often it has changed, and the ranks."""
+
+
+def keys_of(
+    table: Reader | None, ranks: bytes, since: Version | None
+) -> tuple[Version, Keys] | None:
+    """For ``Pool.keys``. Without a table there are none."""
+    version = table, 0 if table is None else table.changes, ranks
+    if version == since:
+        return None
+    packed = b"" if table is None else table.keys(ranks)
+    return version, np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES)
 
 
 class Pool(Protocol):
@@ -78,6 +94,10 @@ class Pool(Protocol):
 
     def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
         """``look_up`` at one owner alone."""
+        ...
+
+    def keys(self, since: Version | None) -> tuple[Version, Keys] | None:
+        """See ``Store.keys``."""
         ...
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:

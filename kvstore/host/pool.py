@@ -29,7 +29,7 @@ from kvstore.client.handles import Handle
 from kvstore.client.load_times import LoadTimes
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.pool import OWN
+from kvstore.client.pool import OWN, Version, keys_of
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
 from kvstore.host.handle import HOST, HostHandle
@@ -240,6 +240,11 @@ class HostPool:
         ranks = bytearray(OWNERS_MAX)
         ranks[number] = 1
         return self.look_up(keys, fingerprint, bytes(ranks))
+
+    def keys(self, since: Version | None) -> tuple[Version, Keys] | None:
+        """See ``Pool``. Without an owner to ask there are none."""
+        link = self._joined()
+        return keys_of(None if link is None else link.table, self.ranks, since)
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:  # noqa: ARG002
         """See ``Pool``. Wakes up the lease's thread if it was not reminded since the last time; of

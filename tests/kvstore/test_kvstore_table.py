@@ -65,10 +65,12 @@ events = st.tuples(
 def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
     """A number drops that owner; everything else is a change of one."""
     table = Table()
+    mirror = mirror_of(table)
     model: dict[tuple[int, bytes, int], tuple[int, int]] = {}
     seen = table.changes, dict(model)
     for step in steps:
         assert table.changes > seen[0] or model == seen[1]
+        assert mirror.changes == table.changes
         seen = table.changes, dict(model)
         if isinstance(step, int):
             gone = [one for one in model if one[0] == step]
@@ -88,7 +90,7 @@ def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
         ranks = bytearray(OWNERS_MAX)
         ranks[owner] = 1
         listed = sorted(key for one, key, _ in model if one == owner)
-        assert sorted(cut(table.keys(ranks))) == listed
+        assert sorted(cut(table.keys(ranks))) == listed == sorted(cut(mirror.keys(ranks)))
         for fingerprint in (1, 2):
             places = look(table, KEYS, fingerprint, bytes(ranks))
             for key, place in zip(KEYS, places, strict=True):
@@ -293,6 +295,7 @@ def test_a_shard_whose_owner_died_in_a_change_costs_a_miss(field: str) -> None:
     at = {"number": 0, "entries": 1, "mask": 2}[field]
     shards[used, at] = {"number": shards[used, 0] + 1, "entries": 1 << 60, "mask": 1 << 40}[field]
     assert (look(Mirror(memory), KEYS, 1)["found"] == Found.MISSING).all()
+    assert Mirror(memory).keys(EVERYBODY) == b""
 
 
 def wrong_reads(table: Table) -> int:
@@ -302,6 +305,7 @@ def wrong_reads(table: Table) -> int:
         places = look(mirror, KEYS, 1)
         wrong += int((places["slot"] != places["generation"]).sum())
         wrong += int((places["found"] != Found.HERE).sum())
+        wrong += len(set(KEYS) - set(cut(mirror.keys(EVERYBODY))))
     return wrong
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import signal
 import subprocess
@@ -19,10 +21,14 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_world import run, until
-from store_host import store_directory
+from store_host import pid_of, shared, store_directory
 from store_makers import SIG, TIMEOUT_S, config, keys
+from store_makers import until as soon
+from store_meeting import owning
 from store_objects import MIB, filled
 
+from bootstrap_server.admission.secret import Keys as Secrets
+from kvstore.client.pool import Version
 from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Put
 from kvstore.store import Store
@@ -34,6 +40,7 @@ from sglang_mooncake.router.querying import HashQuery, matches
 from sglang_mooncake.router.registered import Registered, Registration
 from sglang_mooncake.router.store_events import StoreEvents
 from sglang_mooncake.router.store_events_options import StoreEventsOptions
+from sglang_mooncake.router.store_source import open_store
 
 ALL = keys(12)
 PAGE = 4
@@ -98,11 +105,19 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def endpoints(directory: Path) -> Iterator[tuple[str, str]]:
+def lender(directory: Path) -> Iterator[Store]:
+    """Of a server: the host's owner lends memory."""
+    with Store(shared(directory)) as store:
+        yield store
+
+
+@pytest.fixture
+def endpoints(directory: Path, lender: Store) -> Iterator[tuple[str, str]]:
     """Of one that follows the store in the directory."""
+    assert lender.lenders
     is_ended = threading.Event()
     events = StoreEvents(PAGE, 100)
-    with Store(config(directory)) as own, Publisher(events, ANYWHERE) as publisher:
+    with opened(directory) as own, Publisher(events, ANYWHERE) as publisher:
         thread = threading.Thread(target=follow, args=(own, events, publisher, is_ended))
         thread.start()
         yield publisher.endpoints
@@ -110,14 +125,39 @@ def endpoints(directory: Path) -> Iterator[tuple[str, str]]:
         thread.join()
 
 
+def opened(directory: Path) -> Store:
+    return open_store(json.dumps({"directory": str(directory)}), Secrets())
+
+
 def put(lender: Store, some: Keys) -> None:
     room = filled(lender, len(some), 1000)
     assert lender.put(some, SIG, room.pieces, TIMEOUT_S) == [Put.STORED] * len(some)
 
 
-def test_another_router_knows_what_the_store_has(
-    directory: Path, endpoints: tuple[str, str]
-) -> None:
+def test_pages_of_the_host_s_owner_are_listed(directory: Path, lender: Store) -> None:
+    """While there is no owner, there are none."""
+    with opened(directory) as own:
+        put(lender, ALL)
+        lender.remove(ALL[:3], SIG)
+        soon(lambda: listed(own)[1] == sorted(names(ALL[3:])))
+        assert own.keys(listed(own)[0]) is None
+        os.kill(pid_of(lender), signal.SIGKILL)
+        soon(lambda: not listed(own)[1])
+
+
+def test_an_owner_lists_what_it_has(directory: Path) -> None:
+    with owning(config(directory, 8 * MIB)) as owner:
+        put(owner, ALL)
+        soon(lambda: listed(owner)[1] == sorted(names(ALL)))
+
+
+def listed(store: Store) -> tuple[Version, list[int]]:
+    found = store.keys()
+    assert found is not None
+    return found[0], sorted(names(found[1]))
+
+
+def test_another_router_knows_what_the_store_has(lender: Store, endpoints: tuple[str, str]) -> None:
     """It registers the publisher as a cache. What was told before it came is repeated."""
     registered = Registered()
     asked = HashQuery(seq_hashes=names(ALL))
@@ -128,24 +168,21 @@ def test_another_router_knows_what_the_store_has(
 
     async def tried() -> None:
         endpoint, replay = endpoints
-        with Store(config(directory, 8 * MIB)) as lender:
-            put(lender, ALL[:8])
-            await asyncio.to_thread(wait_for_batch, replay)
-            async with aiohttp.ClientSession() as session:
-                clock = asyncio.get_running_loop().time
-                source = EventSource(session, tuple, lambda *_: (), registered, {}, clock)
-                job = asyncio.create_task(source.run())
-                one = Registration(instance_id="store", endpoint=endpoint, block_size=PAGE)
-                one.replay_endpoint = replay
-                registered.add(one)
-                put(lender, ALL[8:])
-                await until(lambda: external() == len(ALL) * PAGE)
-                lender.remove(ALL[6:], SIG)
-                await until(lambda: external() == 6 * PAGE)
-                lender.close()
-                await until(lambda: external() == 0)
-                job.cancel()
-                await asyncio.wait([job])
+        put(lender, ALL[:8])
+        await asyncio.to_thread(wait_for_batch, replay)
+        async with aiohttp.ClientSession() as session:
+            clock = asyncio.get_running_loop().time
+            source = EventSource(session, tuple, lambda *_: (), registered, {}, clock)
+            job = asyncio.create_task(source.run())
+            one = Registration(instance_id="store", endpoint=endpoint, block_size=PAGE)
+            one.replay_endpoint = replay
+            registered.add(one)
+            put(lender, ALL[8:])
+            await until(lambda: external() == len(ALL) * PAGE)
+            lender.remove(ALL[6:], SIG)
+            await until(lambda: external() == 6 * PAGE)
+            job.cancel()
+            await asyncio.wait([job])
 
     run(tried())
 
@@ -197,6 +234,7 @@ def test_it_publishes_until_it_is_told_to_end(directory: Path) -> None:
     store = f'{{"directory": "{directory}"}}'
     here = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint")
     with ExitStack() as stack:
+        lender = stack.enter_context(Store(shared(directory)))
         one = stack.enter_context(started("--store", store, *here, "tcp://[::1]:0"))
         stack.callback(one.kill)
         assert one.stderr is not None
@@ -204,9 +242,8 @@ def test_it_publishes_until_it_is_told_to_end(directory: Path) -> None:
         while (found := re.search(r"published at (\S+), and repeated at (\S+)", said)) is None:
             said += one.stderr.readline()
             assert one.poll() is None, said
-        with Store(config(directory, 8 * MIB)) as lender:
-            put(lender, ALL)
-            wait_for_batch(found[2])
+        put(lender, ALL)
+        wait_for_batch(found[2])
         taken = stack.enter_context(started("--store", store, *here, found[2]))
         _, why = taken.communicate(timeout=TIMEOUT_S)
         assert (taken.returncode, f"cannot listen at {found[2]}" in why) == (1, True)
