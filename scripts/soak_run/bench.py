@@ -29,6 +29,7 @@ from cpu_serving.store_figures import SlowRank, figures_in, total, watched
 from cpu_serving.store_status import statuses
 from cpu_serving.traffic import Request, make_requests, send_all
 
+from kvstore.serving import LABEL
 from soak_run.clients import Clients
 from soak_run.probe import BEGUN, Spec
 from soak_run.results import Asked, End, Known, Probed, Row, Span, ends
@@ -77,6 +78,19 @@ class Place:
         group = server.process.pid
         found = [one for one in statuses(self.status) if os.getpgid(one.pid) == group]
         return min((sum(owner.usable for owner in one.owners) for one in found), default=0)
+
+    def other_hosts(self) -> int:
+        """How many owners of other hosts can be used, as an owner knows them that a server has
+        started; 0 without one."""
+        found = [one for one in statuses(self.status) if one.label == LABEL]
+        return min((sum(owner.usable for owner in one.owners) for one in found), default=0)
+
+    def wait_for_end(self) -> None:
+        """Of the owners that servers have started. Raises ServingError."""
+        until(
+            lambda: all(one.label != LABEL for one in statuses(self.status)),
+            "the owner that a server has started has ended",
+        )
 
     def objects(self) -> int:
         """Of all owners that have a status socket here."""
@@ -155,7 +169,7 @@ class Bench:
         """Of a server on the store. Models are so small that it is never worth it to load their
         pages, so they are always loaded. ``more``: as `with_store`."""
         more.setdefault("admission", False)
-        more.setdefault("owner", "rank")  # Servers that follow several owners.
+        more.setdefault("linger_s", 0.0)  # The owner that a server has started ends with it.
         plain = ServerOptions(
             model,
             max_total_tokens=CACHE_TOKENS,
@@ -196,11 +210,10 @@ class Bench:
         return made
 
     def owner(self, place: Place, *settings: str) -> ManagedProcess:
-        """``kvstore serve``. Returns when it lends."""
+        """``kvstore serve``, for the servers of the place if the settings name no other directory.
+        Returns when it lends."""
         name = self._label("owner")
-        where = [] if any(one.startswith("--index") for one in settings) else [place.directory]
-        argv = ["kvstore", "serve", "--memory=32MiB", *settings]
-        argv += [f"--directory={one}" for one in where]
+        argv = ["kvstore", "serve", "--memory=32MiB", f"--directory={place.directory}", *settings]
         env = base_environment() | {"XDG_RUNTIME_DIR": str(place.path)}
         process = self._process(name, argv, env)
         until(lambda: "lends" in _said(process), f"the {name} lends its memory")
@@ -247,11 +260,11 @@ class Bench:
 
     @contextmanager
     def probe(
-        self, settings: dict[str, Any], transports: tuple[str, ...], owners: int
+        self, settings: dict[str, Any], transports: tuple[str, ...]
     ) -> Iterator[list[Probed]]:
         """A client of the store beside the servers; what it has seen is in the list afterwards."""
         name = self._label("probe")
-        spec = Spec(settings, transports, owners, timeout_s=1.0)
+        spec = Spec(settings, transports, timeout_s=1.0)
         argv = ["soak_run.probe", msgspec.json.encode(spec).decode()]
         process = self._process(name, argv, base_environment())
         until(lambda: BEGUN in _said(process), f"the {name} has stored its objects")

@@ -23,6 +23,7 @@ from store_redis import redis_server
 from ttft_bench.network import DEVICE, FAR, NEAR, Network
 
 from bootstrap_server.admission.secret_file import write_secret_file
+from kvstore.serving import LABEL
 from soak_run.bench import Bench, Place, Tally, until
 from soak_run.results import Row, Span
 
@@ -33,9 +34,9 @@ DATA_PORT, CONTROL_PORT = 7000, 7001
 
 
 def firewall(bench: Bench, seconds: float) -> Row:
-    """A server that starts while the owner's data port is shut hears of its pages and cannot have
+    """A host that starts while the owner's data port is shut hears of its pages and cannot have
     them; one that starts while the other port is shut hears of nothing. In the middle of its time
-    each gets the way opened, under load."""
+    each gets the way opened, while its server is under load."""
     model, place, tally = make_model("llama"), bench.place("fw"), Tally()
     known = [{"": one} for one in bench.known(model)]
     with _two_hosts() as network, redis_server(NEAR) as redis:
@@ -45,22 +46,25 @@ def firewall(bench: Bench, seconds: float) -> Row:
         with network.far_side():
             where = [f"--{name.replace('_', '-')}={value}" for name, value in meet.items()]
             ports = f"--ports={DATA_PORT}-{CONTROL_PORT}"
-            owner = bench.owner(place, *where, ports, f"--host={FAR}", "--transports=tcp")
+            where += [f"--directory={place.path / 'far'}", f"--host={FAR}", "--transports=tcp"]
+            owner = bench.owner(place, *where, ports)
         _fill(bench, place, _on_near(bench.options(place, model, "0", **meet)))
         options = _on_near(bench.options(place, model, "32MiB", **meet))
-        with bench.probe(meet, ("tcp",), 1) as seen:
+        beside = {"directory": str(place.path / "probe"), "linger_s": 0.0, **meet}
+        with bench.probe(beside, ("tcp",)) as seen:
             for port in (DATA_PORT, CONTROL_PORT):
                 _shut(network, port)
                 server = bench.start(options, f"behind-{port}")
                 if port == DATA_PORT:
-                    until(lambda: _heard(place), "the server has heard of the owner's pages")
+                    until(lambda: _heard(place), "the server's host has heard of the pages")
                 with bench.clients(server) as clients:
                     bench.wait(server, seconds / 4)
                     network.limit(None)
-                    until(lambda: place.usable_owners(server), "the owner can be used")  # noqa: B023
+                    until(place.other_hosts, "the owner can be used")
                     bench.wait(server, seconds / 4)
                     bench.wait_for_loads(server, place)
                 server.stop()
+                place.wait_for_end()
                 tally.add(clients.asked, known, [Span("", 0.0)])
                 tally.seconds += seconds / 2
         owner.stop()
@@ -88,10 +92,11 @@ def _on_near(options: ServerOptions) -> ServerOptions:
 def _fill(bench: Bench, place: Place, options: ServerOptions) -> None:
     """The owner has pages of all requests, which a server without memory of its own computes."""
     server = bench.start(options, "filling")
-    until(lambda: place.usable_owners(server), "the owner can be used")
+    until(place.other_hosts, "the owner can be used")
     send_all(server.url, bench.requests, concurrency=4)
     until(lambda: _puts(place) >= _pages(bench), "the pages are stored")
     server.stop()
+    place.wait_for_end()
 
 
 def _pages(bench: Bench) -> int:
@@ -103,7 +108,8 @@ def _puts(place: Place) -> int:
 
 
 def _heard(place: Place) -> bool:
-    return any(owner.objects for one in statuses(place.status) for owner in one.owners)
+    started = [one for one in statuses(place.status) if one.label == LABEL]
+    return any(owner.objects for one in started for owner in one.owners)
 
 
 def _shut(network: Network, port: int) -> None:

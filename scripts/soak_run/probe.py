@@ -37,12 +37,10 @@ PAUSE_S: Final = 0.05
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """settings: of ``kvstore.Config``. owners: how many there are. timeout_s: of each put, load and
-    get."""
+    """settings: of ``kvstore.Config``. timeout_s: of each put, load and get."""
 
     settings: dict[str, Any]
     transports: tuple[str, ...]
-    owners: int
     timeout_s: float
 
 
@@ -60,12 +58,12 @@ class Probe:
         self._right = _contents(0)
         self.seen = Probed()
 
-    def store_all(self, owners: int) -> None:
-        """Once so many owners can be used. ``TimeoutError``."""
+    def store_all(self) -> None:
+        """Once somebody lends memory. ``TimeoutError``."""
         deadline_s = time.monotonic() + FOUND_S
-        while sum(one.usable for one in self._store.status().owners) < owners:
+        while not self._store.lenders:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{owners} owners cannot be used within {FOUND_S:g} s")
+                raise TimeoutError(f"nobody lends memory within {FOUND_S:g} s")
             time.sleep(PAUSE_S)
         self._bytes[:] = self._right
         outcomes = self._store.put(_keys(0), SIGNATURE, self._pieces)
@@ -132,10 +130,10 @@ def main() -> None:
     engine = te.Config(
         status_dir=None, transports=spec.transports, connect_timeout_s=2.0, stall_timeout_s=1.0
     )
-    config = replace(Config.of(spec.settings), owner="rank", engine=engine)
+    config = replace(Config.of(spec.settings), engine=engine)
     with Store(config) as store:
         probe = Probe(store, spec.timeout_s)
-        probe.store_all(spec.owners)
+        probe.store_all()
         print(BEGUN, flush=True)
         seed = 1
         while not ended.is_set():

@@ -6,19 +6,21 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cpu_serving.lora import LORA_FLAGS, write_adapter
 from cpu_serving.model import make_model
-from cpu_serving.processes import ServingError
-from cpu_serving.servers import Server
+from cpu_serving.processes import ManagedProcess, ServingError
+from cpu_serving.servers import Server, ServerOptions
 from cpu_serving.store_figures import SlowRank, figures_in, total
+from store_redis import redis_server
 
-from soak_run.bench import Bench, Tally, until
+from bootstrap_server.admission.secret_file import write_secret_file
+from soak_run.bench import Bench, Place, Tally, until
 from soak_run.firewall import firewall
 from soak_run.kills import kills
 from soak_run.results import Row, Span
@@ -30,7 +32,7 @@ ROUND_S: Final = 20.0
 """Of load, at most, before an adapter is trained again."""
 UPDATE_EVERY_S: Final = 8.0
 UPDATE_TIMEOUT_S: Final = 60.0
-OWNERS: Final = 6
+HOSTS: Final = 6
 STILL_S: Final = 6.0
 SLOW: Final = SlowRank(rank=1, offload_s=1.0, load_s=0.02, wait_max_s=0.5)
 """Whose server need not be fast for more to come than the rank can store: of two requests that end
@@ -142,19 +144,51 @@ def slow_rank(bench: Bench, seconds: float) -> Row:
     )
 
 
-def frozen(bench: Bench, seconds: float, *transports: str) -> Row:
-    """SIGSTOP and SIGCONT to all owners at once, under load, again and again."""
-    name = "frozen-tcp" if transports == ("tcp",) else "frozen"
-    model, place = make_model("llama"), bench.place(name)
-    known = [{"": one} for one in bench.known(model)]
-    ways = [f"--transports={one}" for one in transports]
-    owners = [bench.owner(place, *ways) for _ in range(OWNERS)]
-    server = bench.start(bench.options(place, model, "0", load_timeout_s=1.0), name)
-    until(lambda: place.usable_owners(server) == OWNERS, "the server can use all owners")
-    tally, stood_still = Tally(), 0
+def frozen(bench: Bench, seconds: float) -> Row:
+    """SIGSTOP and SIGCONT to the owner of the host, under load, again and again."""
+    place = bench.place("frozen")
+    owner = bench.owner(place)
+    options = bench.options(place, make_model("llama"), "0", load_timeout_s=1.0)
     settings = {"directory": str(place.directory)}
+    return _frozen(bench, seconds, place, options, [owner], settings)
+
+
+def frozen_tcp(bench: Bench, seconds: float) -> Row:
+    """The same to owners of other hosts, which have most of the pages: that of the server's host
+    has room for few."""
+    place = bench.place("frozen-tcp")
+    with redis_server() as redis:
+        secret = place.path / "secret"
+        write_secret_file(str(secret))
+        meet = {"index": redis.url, "secret_file": str(secret)}
+        where = [f"--{name.replace('_', '-')}={value}" for name, value in meet.items()]
+        owners = [
+            bench.owner(place, *where, "--transports=tcp", f"--directory={place.path / str(host)}")
+            for host in range(HOSTS)
+        ]
+        few: dict[str, Any] = {"copies": 2, "policy": "lru", "load_timeout_s": 1.0, **meet}
+        options = bench.options(place, make_model("llama"), "4MiB", **few)
+        settings = {"directory": str(place.path / "probe"), "linger_s": 0.0, **meet}
+        return _frozen(bench, seconds, place, options, owners, settings)
+
+
+def _frozen(
+    bench: Bench,
+    seconds: float,
+    place: Place,
+    options: ServerOptions,
+    owners: Sequence[ManagedProcess],
+    settings: dict[str, Any],
+) -> Row:
+    """``settings``: of a client of the store beside the server."""
+    name, known = place.path.name, [{"": one} for one in bench.known(options.model)]
+    server = bench.start(options, name)
+    until(lambda: place.usable_owners(server), "the server can use the owner of its host")
+    if len(owners) > 1:
+        until(lambda: place.other_hosts() == len(owners), "the owner knows those of other hosts")
+    tally, stood_still = Tally(), 0
     with ExitStack() as stack:
-        seen = stack.enter_context(bench.probe(settings, ("samehost", "tcp"), OWNERS))
+        seen = stack.enter_context(bench.probe(settings, ("samehost", "tcp")))
         clients = stack.enter_context(bench.clients(server))
         begun_s = time.monotonic()
         while (left_s := seconds - (time.monotonic() - begun_s)) > 0:
@@ -178,11 +212,6 @@ def frozen(bench: Bench, seconds: float, *transports: str) -> Row:
         f"stood still {stood_still} times; {loads.loads} loads came, {loads.failed_loads} did not"
     ]
     return bench.row(name, place, tally, seen[0], notes)
-
-
-def frozen_tcp(bench: Bench, seconds: float) -> Row:
-    """See ``frozen``."""
-    return frozen(bench, seconds, "tcp")
 
 
 RUNNERS: Final[Mapping[str, Callable[[Bench, float], Row]]] = {

@@ -147,10 +147,8 @@ def _start(
         env = {"SGLANG_MOONCAKE_PORTS": f"{lowest}-{highest}"}
         plain = replace(ServerOptions(model), extra_env=env)
         both.append(with_secret(plain, secret) if has_secret else plain)
-    # The server itself is attacked as an owner of the store.
     more = {"index": index, "secret_file": str(secret), "host": HOST, "admission": False}
-    more |= {"owner": "rank"}
-    prefill = with_store(both[0], place.directory, "32MiB", **more)
+    prefill = with_store(both[0], place.directory, "0", **more)
     pair = bench.pair(prefill, replace(both[1], page_size=prefill.page_size), name)
     processes = {
         "prefill": pair.prefill.process,
