@@ -107,16 +107,19 @@ def owner_here(config: Config) -> Iterator[Store]:
         place = Place(config.directory)
         lock = place.lock()
         assert lock is not None
-        with contextlib.closing(lock), owning(config) as store, store.answering(place.calls):
+        with contextlib.closing(lock), owning(config) as store:
             hosting = Hosting(place, lock, agreement.pool(config), None)
-            hosting.ready(agreement.wishes(config), None)
-            thread = threading.Thread(target=hosting.run)
-            thread.start()
             try:
-                yield store
+                with store.answering(place.calls):
+                    hosting.ready(agreement.wishes(config), None)
+                    thread = threading.Thread(target=hosting.run)
+                    thread.start()
+                    try:
+                        yield store
+                    finally:
+                        hosting.end()
+                        thread.join(TIMEOUT_S)
             finally:
-                hosting.end()
-                thread.join(TIMEOUT_S)
                 hosting.close(is_left=False)
 
 

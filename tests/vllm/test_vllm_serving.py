@@ -6,9 +6,11 @@ The test's own process lends the memory, so that it can spoil what lies there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import numpy as np
 import pytest
 from cpu_serving.model import make_model
 from cpu_serving.servers import Fleet, wait_ready
-from cpu_serving.store_status import outcomes
+from cpu_serving.store_status import outcomes, statuses
 from cpu_serving.traffic import Answer, Request, compare, make_requests
 from cpu_serving.vllm_servers import BLOCK, VllmServer, ask, reset, start_vllm, store_flags
-from store_host import store_directory
+from store_host import owner_here, pids, store_directory
 
 import te
 from kvstore.config import Config
@@ -34,8 +36,6 @@ PAGES = sum(len(one.input_ids) // BLOCK for one in REQUESTS)
 #: vLLM computes the last token of a prompt in any case.
 CACHED = [len(one.input_ids) // BLOCK * BLOCK for one in REQUESTS]
 OTHERS = {"weights": "the same model, by another name"}
-#: The test itself lends the memory, which servers read.
-OWN = {"owner": "rank"}
 #: The server has fewer blocks than these requests need together in the end.
 BLOCKS = 64
 LONG = make_requests(8, 300, seed=32, new_tokens=200)
@@ -56,12 +56,18 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def owner(place: Path) -> Iterator[Store]:
-    """Lends the memory."""
+def hosting(place: Path) -> Iterator[ExitStack]:
+    """Ends the owner of the host when it is closed."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def owner(hosting: ExitStack, place: Path) -> Store:
+    """Of the host: the test itself lends the memory, which servers read."""
     engine = te.Config(status_dir=None)
-    config = Config(owner="rank", directory=place / "kvstore", memory=64 << 20, engine=engine)
-    with Store(config) as store:
-        yield store
+    config = Config(directory=place / "kvstore", memory=64 << 20, engine=engine)
+    return hosting.enter_context(owner_here(config))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ def servers(
     model = make_model("llama")
     alone = start_vllm(fleet, "alone", model, place)
     few = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"]
-    flags = [*store_flags("0", place, **OWN), *few]
+    flags = [*store_flags("0", place), *few]
     server = start_vllm(fleet, "server", model, place, flags, core=1)
     wait_ready([alone, server])
     expected = answered(alone), answered(alone, LONG)
@@ -122,6 +128,16 @@ def cached(answers: list[Answer]) -> list[int]:
     return [one.cached_tokens for one in answers]
 
 
+def uses_its_own(server: VllmServer, place: Path) -> bool:
+    """Whether all of its processes use an owner that it has started."""
+    names = {f"process {pid}" for pid in pids(place)}
+    group = server.process.pid
+    mine = [one for one in statuses(place / "te") if os.getpgid(one.pid) == group]
+    return bool(mine) and all(
+        any(owner.usable and owner.name in names for owner in one.owners) for one in mine
+    )
+
+
 def gets(server: VllmServer, place: Path) -> Counter[str]:
     return outcomes(place / "te", server.process.pid)
 
@@ -160,7 +176,7 @@ def test_a_server_with_other_weights_takes_nothing(
         "stranger",
         make_model("llama"),
         place,
-        store_flags("0", place, **OWN, **OTHERS),
+        store_flags("0", place, **OTHERS),
     )
     wait_ready([stranger])
     answers = answered(stranger)
@@ -187,14 +203,20 @@ def test_pages_that_were_spoilt_are_computed(
 
 
 def test_pages_whose_owner_is_gone_are_computed(
-    server: VllmServer, expected: list[Answer], stored: Store, place: Path
+    server: VllmServer,
+    expected: list[Answer],
+    stored: Store,
+    place: Path,
+    hosting: ExitStack,
 ) -> None:
     # What was spoilt was removed, and is stored again.
     reset(server)
     answered(server)
     until(lambda: len(stored) >= PAGES, "the pages are stored again")
+    hosting.close()
+    # Until then it reads what the former one had, which is mapped there.
+    until(lambda: uses_its_own(server, place), "the server has started an owner itself")
     before = gets(server, place)
-    stored.close()
     reset(server)
     answers = answered(server)
     assert not compare(expected, answers)

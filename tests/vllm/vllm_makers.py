@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
+from store_meeting import owning
 
 import te
 from kvstore.config import Config
 from kvstore.objects.changes import keys_of_digests
-from kvstore.store import Store
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.requests import Work
 from sglang_mooncake.vllm.store_worker import StoreWorker
@@ -122,9 +122,8 @@ class Rank:
         tensors = [
             CacheTensor(layer.ctypes.data, layer.shape, (BLOCK_BYTES, 1), 1) for layer in self.cache
         ]
-        self.store = Store(
+        self.store = owning(  # So that tests can spoil what lies there.
             Config(
-                owner="rank",  # So that tests can spoil what lies there.
                 directory=directory,
                 memory=memory,
                 request_timeout_s=TIMEOUT_S,
