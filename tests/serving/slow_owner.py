@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,13 +25,14 @@ from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE, LlamaSize, make_lla
 from cpu_serving.namespaces import NoNetwork
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
+from cpu_serving.store_status import statuses
 from cpu_serving.traffic import Request, send_all
+from store_host import store_directory
 from store_redis import redis_server
 from ttft_bench.network import NEAR, Network
 
 from bootstrap_server.admission.secret_file import write_secret_file
-from kvstore.client.status import QUESTION, StoreStatus, status_of
-from te import status
+from kvstore.client.status import OwnerSeen, StoreStatus
 
 EXIT_NO_NAMESPACES = 2
 REQUESTS, PROMPT = 8, 512
@@ -43,6 +43,9 @@ SIZE = LlamaSize(
 SLOW_BITS_PER_S = 20e6
 """A prompt of 4 MiB takes 1.7 s."""
 WAIT_S = 240.0
+MEMORY = "16MiB"
+"""Of the server's host: half of what the prompts have. They are asked for by turns, so that each is
+evicted there before it is asked for again, and comes over the network."""
 
 
 @contextmanager
@@ -50,7 +53,7 @@ def lender(index: str, secret: Path, directory: Path) -> Iterator[None]:
     """`kvstore serve`, in the namespace of the calling thread, with a directory of its own."""
     command = [sys.executable, "-m", "kvstore", "serve", "--memory=64MiB", f"--index={index}"]
     process = subprocess.Popen(
-        [*command, f"--secret-file={secret}"],
+        [*command, f"--secret-file={secret}", f"--directory={directory / 's'}"],
         stdout=subprocess.PIPE,
         process_group=0,
         env=os.environ | {"XDG_RUNTIME_DIR": str(directory)},
@@ -76,17 +79,18 @@ class Watched:
 
     def store(self) -> StoreStatus:
         """The server's part of the store."""
-        for live in status.running(self._status_dir):
-            try:
-                return status_of(status.ask(live.path, QUESTION))
-            except status.StatusSocketError:
-                continue  # Another engine.
-        raise AssertionError("the server has no part of the store")
+        (found,) = (one for one in statuses(self._status_dir) if one.own is None)
+        return found
+
+    def others(self) -> tuple[OwnerSeen, ...]:
+        """What the owner of the server's host knows of that of the other one."""
+        (found,) = (one for one in statuses(self._status_dir) if one.own is not None)
+        return found.owners
 
     def wait_for_owner(self) -> None:
-        """Until the server can use it."""
+        """Until the server's host can use it."""
         deadline_s = time.monotonic() + WAIT_S
-        while not any(one.usable for one in self.store().owners):
+        while not any(one.usable for one in self.others()):
             assert time.monotonic() < deadline_s, "the owner is not known"
             time.sleep(0.05)
 
@@ -110,7 +114,7 @@ class Watched:
             "output_ids": [one.output_ids for one in answers],
             "errors": [one.error for one in answers if one.error],
             "admission": msgspec.to_builtins(seen.admission),
-            "bytes_per_s": [one.bytes_per_s for one in seen.owners],
+            "bytes_per_s": [one.bytes_per_s for one in self.others()],
         }
 
 
@@ -138,15 +142,15 @@ def main() -> int:
     except NoNetwork as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_NO_NAMESPACES
-    with tempfile.TemporaryDirectory(prefix="kv") as path, redis_server(NEAR) as redis:
-        place = Path(path)
+    with store_directory() as place, redis_server(NEAR) as redis:
         secret, status_dir = place / "secret", place / "te"
         write_secret_file(str(secret))
         options = with_store(
             ServerOptions(make_llama(SIZE), host=NEAR),
             place / "s",
-            "0",
-            owner="rank",  # What has come once over the network does not stay on this host.
+            MEMORY,
+            policy="lru",
+            copies=2,
             index=redis.url,
             secret_file=str(secret),
         )

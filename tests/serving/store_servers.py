@@ -149,5 +149,5 @@ def knows_all(place: Place, but: Collection[int] = ()) -> bool:
 
 
 def held(place: Place) -> int:
-    """The objects of all owners."""
-    return sum(one.own.objects for one in place.statuses() if one.own is not None)
+    """The objects of all owners that lend memory."""
+    return sum(one.own.objects for one in place.statuses() if one.own is not None and one.memory)

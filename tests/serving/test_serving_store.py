@@ -23,7 +23,7 @@ from cpu_serving.store import flush
 from cpu_serving.traffic import compare, make_requests, send_all
 from patient import patient
 from prometheus_client.parser import text_string_to_metric_families
-from store_host import store_directory
+from store_host import kill, pids, store_directory
 from store_redis import redis_server
 from store_servers import (
     PAGE,
@@ -213,41 +213,31 @@ def test_an_update_of_the_weights_makes_old_pages_unknown(
 # -- what breaks
 
 
-@pytest.mark.parametrize(
-    "meet",
-    [
-        pytest.param(name, marks=pytest.mark.by_turns(f"killed {name}"))
-        for name in ("in a directory", "at an index")
-    ],
-)
-def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: str) -> None:
-    """Each page is at two owners, which a server follows itself ("rank"). One owner is killed while
-    the server, which has no memory of its own, reads from them; then another, once each page is at
-    two again. If they meet at an index, that is killed first, and comes back empty."""
+@pytest.mark.by_turns("owners killed")
+def test_owners_of_other_hosts_are_killed_under_load(fleet: Fleet, reference: Reference) -> None:
+    """Each page is at two of three hosts, and the server's own lends no memory. One owner is killed
+    while the server reads from them; then another, once each page is at two again. Before that the
+    index is killed, and comes back empty."""
     requests = make_requests(24, PROMPT, seed=23)
     pages = sum(map(stored_pages, requests))
     expected = reference.answers("llama", requests)
     with store_directory() as path, redis_server() as redis:
-        place, where = Place(path), []
+        place, secret = Place(path), path / "secret"
+        write_secret_file(str(secret))
         # As a user's: what is at an owner that is gone is stored again soon.
         told: dict[str, Any] = {"request_timeout_s": 2.0, "load_timeout_s": 10.0}
-        told |= {"owner": "rank"}
-        if meet == "at an index":
-            told |= {"index": redis.url, "secret_file": str(place.path / "secret")}
-            write_secret_file(told["secret_file"])
-            where = [f"--index={redis.url}", f"--secret-file={told['secret_file']}"]
-        lenders = [Lender(place, *where) for _ in range(3)]
-        options = place.options(make_model("llama"), memory="0", copies=2, **told)
-        server = fleet.server("single", options, name=f"borrower-{meet[:2]}")
+        told |= {"index": redis.url, "secret_file": str(secret), "copies": 2}
+        where = [f"--index={redis.url}", f"--secret-file={secret}"]
+        lenders = [Lender(place, *where, f"--directory={path / str(host)}") for host in range(3)]
+        options = place.options(make_model("llama"), memory="0", **told)
+        server = fleet.server("single", options, name="borrower")
         try:
             wait_ready([server])
             until(lambda: knows(place, lenders), "the owners are known")
             assert not compare(expected, ask(server, requests))
-            victims = [one.kill for one in lenders[:2]]
-            if where:
-                victims.insert(0, redis.kill)
-            for kill in victims:
+            for kill in (redis.kill, lenders[0].kill, lenders[1].kill):
                 until(lambda: held(place) == 2 * pages, "each page is at two owners")
+                forget_what_came(place)
                 flush(server)
                 killer = threading.Timer(0.15, kill)
                 killer.start()
@@ -261,7 +251,7 @@ def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: 
                 assert not compare(expected, ask(server, requests)), "stores what has one copy"
             lenders[2].kill()
             flush(server)
-            until(lambda: not any(one.owners for one in place.statuses()), "it is forgotten")
+            forget_what_came(place)
             answers = ask(server, requests)
             assert hits(answers) == [0] * len(requests)
             assert not compare(expected, answers)
@@ -269,6 +259,19 @@ def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: 
             for lender in lenders:
                 lender.kill()
         server.stop()
+
+
+def forget_what_came(place: Place) -> None:
+    """The server's host gets another owner: what has come by way of the last one is not there."""
+    (former,) = pids(place.directory)
+    kill(former)
+
+    def is_used() -> bool:
+        names = [f"process {pid}" for pid in pids(place.directory) if pid != former]
+        seen = [owner for one in place.statuses() for owner in one.owners]
+        return any(one.usable and one.name in names for one in seen)
+
+    until(is_used, "the server has another owner")
 
 
 # -- beside prefill and decode on different servers
