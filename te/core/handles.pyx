@@ -265,12 +265,16 @@ cdef class TransferHandle:
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
-        cdef u64 until = now_ns() + ns_of(timeout_s), now
+        cdef u64 now = now_ns()
+        cdef u64 until = now + ns_of(timeout_s), until_locked
         cdef Spin spin
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
-            # a small write comes in less time than anybody else would be let in.
-            await_answer(t, &t.link.spin, min(until, now_ns() + KEEP_LOCK_NS))
+            # a small write comes in less time than anybody else would be let in. It counts from the
+            # submission, so that who waits again and again keeps the lock no longer.
+            until_locked = min(until, t.submitted_ns + KEEP_LOCK_NS)
+            if now < until_locked:
+                await_answer(t, &t.link.spin, until_locked)
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:

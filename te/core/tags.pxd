@@ -11,7 +11,7 @@ from te.core.maps cimport Map
 from te.core.sync cimport pthread_mutex_t, u32, u64
 
 cdef enum:
-    RANGES_MAX = 1 << 16  # of a tag, once those that touch are one; 1 MiB
+    RANGES_MAX = 1 << 16  # of a tag, once those that touch are one; 1 MiB, and 256 KiB to find them
 
 # Who a peer says that it is, as on its card.
 cdef struct Identity:

@@ -270,7 +270,7 @@ def test_uv_looks_where_pip_is_configured_to_look(machine: Machine) -> None:
 :env:.find-links='/wheels'
 global.cert='/etc/ssl/certs/ca-certificates.crt'
 global.index-url='https://mirror.example/simple'
-global.extra-index-url='file:///a/simple https://b.example/simple?c=d'
+global.extra-index-url='\\nfile:///a/simple\\nhttps://b.example/simple?c=d'
 install.no-index='false'
 """)
     machine.setup(stage="fast")

@@ -74,7 +74,7 @@ def test_it_follows_what_owners_have(
     """Of a process that lends memory, and of the owner of a host. It lends nothing itself."""
     settings = json.dumps({"directory": str(directory), "owner": owner, "memory": "1GiB"})
     clock = Clock()
-    lends = shared(directory) if owner == "host" else config(directory, 8 * MIB)
+    lends = shared(directory) if owner == "host" else config(directory, 8 * MIB, owner="rank")
     try:
         with open_store(settings, Keys()) as own, Store(lends) as lender:
             source = StoreSource(own, clock)

@@ -175,12 +175,14 @@ def _end_with_parent() -> None:
 
 
 def _live_processes() -> Iterator[tuple[int, int]]:
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
         try:
-            text = entry.read_text()
+            text = (entry / "stat").read_text()
         except OSError:
             continue  # it ended since the directory was read
         # The name in parentheses may hold anything; behind it come state, parent and group.
         state, _parent, group = text.rpartition(")")[2].split()[:3]
         if state != "Z":
-            yield int(entry.parent.name), int(group)
+            yield int(entry.name), int(group)
