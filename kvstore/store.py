@@ -203,8 +203,8 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Ends everything; what this process has lent is gone. Idempotent. In a child of fork(2) it
-        does nothing: all of it is the parent's."""
+        """Ends everything. What the owner of the host has stays there; what this process has lent
+        itself is gone. Idempotent. In a child of fork(2) it does nothing: all is the parent's."""
         if self._origin.is_here:
             self._undo.close()
 

@@ -88,7 +88,7 @@ class StoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
         """For LMCache's list of adapters."""
         return (
             "adapter_params of the store:\n"
-            '- memory: what this process lends: "16GiB", or bytes (default 0)\n'
+            '- memory: what the owner of this host lends: "16GiB", or bytes (default 0)\n'
             "- weights: a text that tells weights of one model name apart\n"
             f"- timeout_s: a task that takes longer has failed (default {TIMEOUT_S:g})\n"
             "- index, secret_file, directory, copies, ...: see docs/kvstore.md"

@@ -49,7 +49,7 @@ class Opened:
         self._regions: dict[int, te.Region] = {}
 
     def close(self) -> None:
-        """What this process has lent is gone."""
+        """Ends the use of the store. What the owner of the host has stays there."""
         self._undo.close()
 
     def register(self, address: int, nbytes: int) -> None:

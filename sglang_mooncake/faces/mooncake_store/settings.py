@@ -51,7 +51,7 @@ class Setup:
 
     #: The name of this process for others, with or without a port.
     hostname: str
-    #: What this process lends to the store.
+    #: What the owner of this host is asked to lend.
     segment_bytes: int
     #: Memory through which ``put`` and ``get`` copy; 0: they cannot.
     buffer_bytes: int

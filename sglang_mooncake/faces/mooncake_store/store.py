@@ -64,7 +64,7 @@ class MooncakeDistributedStore(Moving):
         return self.setup("localhost", "", 0, local_buffer_size, master_server_addr=server_address)
 
     def close(self) -> int:
-        """0. What this process has lent is gone."""
+        """0. What the owner of the host has stays there."""
         opened, self._opened = self._opened, None
         if opened is not None:
             self._end()

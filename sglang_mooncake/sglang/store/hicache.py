@@ -66,7 +66,7 @@ class _Pool(NamedTuple):
 
 
 class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
-    """One rank's part. Lends memory to the store, and uses that of all others."""
+    """One rank's part, which uses the store by the owner of its host."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, _: Any = None) -> None:
         """Raises ``ValueError`` for a server or a setting that the store cannot serve."""

@@ -110,7 +110,7 @@ class _Offload:
 
 
 class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """One rank's part. Lends memory to the store, and uses that of all others."""
+    """One rank's part, which uses the store by the owner of its host."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
             thread.start()
         for one in pools:
             logger.info(
-                "the store holds this rank's pages: %d bytes each, %s, %d bytes of memory lent",
+                "the store holds this rank's pages: %d bytes each, %s; the host should lend %d B",
                 one.pages.page_bytes,
                 self._signatures[one.name],
                 options.store.memory,
