@@ -88,7 +88,11 @@ class StoreEvents:
 def _names(keys: Keys) -> _Names:
     """As events name pages (``pages.names_of``), ascending, each once."""
     first = np.ascontiguousarray(keys[:, :_NAME_BYTES]).view(">i8").reshape(-1)
-    return np.unique(first.astype(np.int64))
+    ordered = np.sort(first.astype(np.int64))
+    # np.unique hashes, and takes 60 times as long.
+    is_first = np.ones(len(ordered), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def _parts(names: _Names) -> list[_Names]:
