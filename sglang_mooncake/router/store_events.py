@@ -44,9 +44,16 @@ class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
     medium: str = EXTERNAL
 
 
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+_Event: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
+
+
 class _Batch(msgspec.Struct, array_like=True):
     at_s: float
-    events: list[_BlockStored | _BlockRemoved]
+    events: list[_Event]
     dp_rank: int = 0
 
 
@@ -58,20 +65,38 @@ class StoreEvents:
         self._page_size = page_size
         self._names: _Names = np.empty(0, np.int64)
         self._kept: deque[Batch] = deque(maxlen=batches_max)
+        self._batches_max = batches_max
         self._next = 0
+        #: The number from which on the last listing of all pages was told.
+        self._listing = 0
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether what is kept tells of all pages: the last listing is in it."""
+        return self._listing >= self._next - self._batches_max
 
     def batches(self, keys: Keys, at_s: float) -> list[Batch]:
         """Those that tell what has come and gone since the last call. ``keys``: of all that the
         store has now, shape (n, 16), in any order, and each as often as may be. ``at_s``: the time
-        by the clock on the wall."""
+        by the clock on the wall.
+
+        All pages are told anew before the last listing is no longer kept, if that takes less than
+        half of the batches that are kept.
+        """
         names = _names(keys)
         gone = np.setdiff1d(self._names, names, assume_unique=True)
         come = np.setdiff1d(names, self._names, assume_unique=True)
         self._names = names
-        events: list[_BlockStored | _BlockRemoved] = [
+        events: list[_Event] = [
+            *([] if self._next else [_AllBlocksCleared()]),
             *(_BlockRemoved(some.tolist()) for some in _parts(gone)),
-            *(_BlockStored(some.tolist(), self._page_size) for some in _parts(come)),
+            *self._stored(come),
         ]
+        whole, next_number = len(_parts(names)), self._next + len(events)
+        is_leaving = next_number + whole > self._listing + self._batches_max
+        if is_leaving and 2 * whole < self._batches_max:
+            events += self._stored(names)
+            self._listing = next_number
         new = [
             (number, msgspec.msgpack.encode(_Batch(at_s, [event])))
             for number, event in enumerate(events, self._next)
@@ -79,6 +104,9 @@ class StoreEvents:
         self._next += len(new)
         self._kept.extend(new)
         return new
+
+    def _stored(self, names: _Names) -> list[_BlockStored]:
+        return [_BlockStored(some.tolist(), self._page_size) for some in _parts(names)]
 
     def since(self, number: int) -> list[Batch]:
         """Those from this number on that are kept."""

@@ -76,12 +76,38 @@ def test_batches_tell_what_comes_and_goes(steps: list[list[int]], data: st.DataO
 
 
 def test_a_bounded_number_of_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing that takes half of them or more is not told anew."""
     monkeypatch.setattr(store_events, "PAGES_MAX", 2)
     events = StoreEvents(PAGE, 3)
-    assert [number for number, _ in events.batches(ALL, 0.0)] == [0, 1, 2, 3, 4, 5]
-    assert [number for number, _ in events.since(0)] == [3, 4, 5]
-    assert [number for number, _ in events.since(5)] == [5]
-    assert events.since(6) == events.since(2**64 - 1) == []
+    assert [number for number, _ in events.batches(ALL, 0.0)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [number for number, _ in events.since(0)] == [4, 5, 6]
+    assert [number for number, _ in events.since(6)] == [6]
+    assert events.since(7) == events.since(2**64 - 1) == []
+    assert not events.tells_all
+
+
+@given(st.lists(st.lists(st.integers(0, len(ALL) - 1), max_size=20), max_size=20))
+def test_who_comes_late_learns_of_all_pages(steps: list[list[int]]) -> None:
+    """Also of those that were stored before the batches that are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_events, "PAGES_MAX", 5)
+        events = StoreEvents(PAGE, 7)
+        for rows in steps:
+            events.batches(ALL[rows], 1.5)
+            late = EventStream()
+            late.replayed(events.since(0))
+            assert has(late) == set(rows)
+            assert events.tells_all
+
+
+def test_a_start_clears_what_was_known() -> None:
+    """As SGLang's cache tells of its start."""
+    stream, old = EventStream(), StoreEvents(PAGE, 10)
+    (*_, stored) = old.batches(ALL, 0.0)
+    stream.take(0, stored[1], 0.0)
+    (cleared,) = StoreEvents(PAGE, 10).batches(ALL[:0], 0.0)
+    stream.take(1, cleared[1], 0.0)
+    assert (cleared[0], has(stream)) == (0, set())
 
 
 # --- over sockets ---
