@@ -24,7 +24,7 @@ from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file
 from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.store import Store
-from sglang_mooncake.router.store_events import Batch, StoreEvents
+from sglang_mooncake.router.store_events import PAGES_MAX, Batch, StoreEvents
 from sglang_mooncake.router.store_events_options import StoreEventsOptions
 from sglang_mooncake.router.store_source import StoreSource, open_store
 
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 #: Between two looks at the store, at least; and so many times as long as the last look took.
 LOOK_S: Final = 0.5
 REST: Final = 10.0
+#: Batches that wait for one subscriber, as SGLang's publishers have it.
+PUBLISHED_HWM: Final = 100_000
 #: A question has 8 bytes; the greetings of ZeroMQ some hundred.
 QUESTION_BYTES_MAX: Final = 1024
 EXIT_CANNOT_LISTEN: Final = 1
@@ -49,14 +51,16 @@ class Publisher:
     def __init__(self, events: StoreEvents, options: StoreEventsOptions) -> None:
         self._events = events
         self._topic = options.topic.encode()
+        self._batches_max = options.batches
         self._bad = RateLimitedLog(logger)
         with contextlib.ExitStack() as undo:
             context = zmq.Context()
             undo.callback(context.destroy, linger=0)
-            # What is kept has to fit: a ROUTER leaves out what does not.
-            hwm = options.batches + 1
-            self._published = _bound(context, zmq.PUB, options.endpoint, hwm)
-            self._questions = _bound(context, zmq.ROUTER, options.replay_endpoint, hwm)
+            # What is kept has to fit, whenever it is asked for: a ROUTER leaves out what does not,
+            # and hears only of half of what fits that it was read.
+            repeated = 2 * (options.batches + 1) + 1
+            self._published = _bound(context, zmq.PUB, options.endpoint, PUBLISHED_HWM)
+            self._questions = _bound(context, zmq.ROUTER, options.replay_endpoint, repeated)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -78,6 +82,12 @@ class Publisher:
 
     def publish(self, batches: Sequence[Batch]) -> None:
         """Waits for nobody: who does not read has to ask for what he has missed."""
+        if len(batches) > self._batches_max:
+            logger.warning(
+                "%d batches at once, of which the last %d are repeated (--buffer-steps)",
+                len(batches),
+                self._batches_max,
+            )
         for number, payload in batches:
             self._published.send_multipart([self._topic, _as_bytes(number), payload])
 
@@ -121,7 +131,7 @@ def follow(
 ) -> None:
     """Publishes what changes in ``store``, until ``is_ended``."""
     source = StoreSource(store)  # Says in the log when no owner answers.
-    version = None
+    version, tells_all = None, True
     while not is_ended.is_set():
         source.look()
         began_s = time.monotonic()
@@ -129,6 +139,14 @@ def follow(
         if found is not None:
             version, keys = found
             publisher.publish(events.batches(keys, time.time()))
+            if tells_all and not events.tells_all:
+                logger.warning(
+                    "%d pages are too many to be told anew: who subscribes late does not learn of "
+                    "all of them; --buffer-steps has to be above 2 for each %d pages",
+                    len(keys),
+                    PAGES_MAX,
+                )
+            tells_all = events.tells_all
         now_s = time.monotonic()
         next_s = now_s + max(LOOK_S, REST * (now_s - began_s))
         while not is_ended.is_set() and time.monotonic() < next_s:

@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(1, BATCHES_MAX),
         default=10_000,
         metavar="N",
-        help="so many batches of up to 1,000 pages are kept to be repeated (10000: 90 MB at most)",
+        help="so many batches of up to 1,000 pages are kept to be repeated (10000: up to 90 MB, and"
+        " twice that for each asker that does not read)",
     )
 
 

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import zmq
 from hypothesis import given, settings
@@ -32,7 +35,7 @@ from kvstore.client.pool import Version
 from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Put
 from kvstore.store import Store
-from sglang_mooncake.router import store_events
+from sglang_mooncake.router import publishing, store_events
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.publishing import Publisher, follow
@@ -44,6 +47,7 @@ from sglang_mooncake.router.store_source import open_store
 
 ALL = keys(12)
 PAGE = 4
+END = b"\xff" * 8
 
 
 def names(some: Keys) -> list[int]:
@@ -214,9 +218,8 @@ def test_another_router_knows_what_the_store_has(lender: Store, endpoints: tuple
 
 
 def wait_for_batch(replay: str) -> None:
-    """Until there is one."""
-    while len(ask(replay, [b"", bytes(8)])) < 2:
-        pass
+    """Until there is one behind that of the start."""
+    soon(lambda: len(ask(replay, [b"", bytes(8)])) > 2)
 
 
 def ask(replay: str, question: list[bytes]) -> list[list[bytes]]:
@@ -226,25 +229,80 @@ def ask(replay: str, question: list[bytes]) -> list[list[bytes]]:
         socket.connect(replay)
         socket.send_multipart(question)
         answer = []
-        while not answer or answer[-1][-2] != b"\xff" * 8:
+        while not answer or answer[-1][-2] != END:
             assert socket.poll(TIMEOUT_S * 1e3), "no answer"
             answer.append(socket.recv_multipart())
         return answer
 
 
-def test_a_question_of_another_form_is_left_unanswered(
-    endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
+def test_a_question_of_another_form_is_left_unanswered(caplog: pytest.LogCaptureFixture) -> None:
+    with with_batches(1) as (publisher, replay), asker(replay) as socket:
+        for question in ([b"", b"a"], [bytes(8)], [b"", b"a", bytes(8)], [b"", b"\0" * 7 + b"\1"]):
+            socket.send_multipart(question)
+        socket.send_multipart([b"", bytes(8)])
+        answers = [taken(publisher, socket) for _ in range(3)]
+        assert [one[-2][-1] for one in answers] == [0xFF, 0, 0xFF]
+        publisher.answer(0.0)
+        assert not socket.poll(0)
+    assert "a question for events is not of SGLang's form" in caplog.text
+
+
+def test_too_many_pages_are_told_of_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, replay = endpoints
+    """Once, for as long as there are too many."""
+    monkeypatch.setattr(store_events, "PAGES_MAX", 2)
+    monkeypatch.setattr(publishing, "LOOK_S", 0.0)
+    is_ended, looks = threading.Event(), [ALL[:2], ALL, ALL[:11], ALL[:2], ALL]
+
+    def listed(since: int | None) -> tuple[int, Keys]:
+        if len(looks) == 1:
+            is_ended.set()
+        return (since or 0) + 1, looks.pop(0)
+
+    store: Any = SimpleNamespace(keys=listed, status=lambda: SimpleNamespace(owners=()))
+    few = msgspec.structs.replace(ANYWHERE, batches=4)
+    with Publisher(events := StoreEvents(PAGE, 4), few) as publisher:
+        follow(store, events, publisher, is_ended)
+    assert caplog.text.count("12 pages are too many to be told anew") == 2
+    assert "11 pages" not in caplog.text
+    assert "5 batches at once, of which the last 4 are repeated" in caplog.text
+
+
+def test_who_asks_twice_is_answered_twice() -> None:
+    """Also where as much is repeated as is kept."""
+    with with_batches(20) as (publisher, replay), asker(replay) as socket:
+        for _ in range(3):
+            socket.send_multipart([b"", bytes(8)])
+            answer = [taken(publisher, socket) for _ in range(21)]
+            assert [one[-2] for one in answer] == [
+                *(n.to_bytes(8, "big") for n in range(1, 21)),
+                END,
+            ]
+
+
+@contextmanager
+def with_batches(batches: int) -> Iterator[tuple[Publisher, str]]:
+    """One that keeps so many batches, and has them; and where it is asked for them."""
+    events = StoreEvents(PAGE, batches)
+    with Publisher(events, msgspec.structs.replace(ANYWHERE, batches=batches)) as publisher:
+        for number in range(batches):
+            publisher.publish(events.batches(ALL[: number % 2], 0.0))
+        yield publisher, publisher.endpoints[1]
+
+
+@contextmanager
+def asker(replay: str) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(replay)
-        for question in ([b"", b"short"], [bytes(8)], [b"", b"a", bytes(8)]):
-            socket.send_multipart(question)
-        socket.send_multipart([b"", bytes(8)])
-        assert socket.poll(TIMEOUT_S * 1e3)
-        assert socket.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
-    assert ask(replay, [b"", bytes(8)])
+        yield socket
+
+
+def taken(publisher: Publisher, socket: zmq.Socket[bytes]) -> list[bytes]:
+    """What is said to an asker next."""
+    soon(lambda: publisher.answer(0.001) or socket.poll(0))  # type: ignore[func-returns-value]
+    return socket.recv_multipart()
 
 
 # --- the command ---

@@ -90,14 +90,15 @@ def test_sglangs_subscriber_takes_the_events(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sglangs_own_encoding_says_the_same(kv_events: Any) -> None:
     events = StoreEvents(OPTIONS.page_size, OPTIONS.batches)
-    (one,) = events.batches(PAGES[:1], 1.5)
+    cleared, one = events.batches(PAGES[:1], 1.5)
     (two,) = events.batches(PAGES[:0], 2.5)
     medium, page = kv_events.StorageMedium.EXTERNAL.value, int(NAMES[0])
     expected = [
+        kv_events.KVEventBatch(1.5, [kv_events.AllBlocksCleared()], 0),
         kv_events.KVEventBatch(1.5, [kv_events.BlockStored([page], None, [], 64, None, medium)], 0),
         kv_events.KVEventBatch(2.5, [kv_events.BlockRemoved([page], medium)], 0),
     ]
-    for (_, payload), theirs in zip((one, two), expected, strict=True):
+    for (_, payload), theirs in zip((cleared, one, two), expected, strict=True):
         assert msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch) == theirs
         assert msgspec.msgpack.decode(payload) == msgspec.msgpack.decode(
             msgspec.msgpack.encode(theirs)
