@@ -160,7 +160,13 @@ class LandedDigests:
         digests = tuple(ListDigests.of(one) for one in found)
         tell = Tell(asked.link, RoomDiffers(message.room, message.generation, digests))
         self.post(Differs(asked.room, tell))
-        yield from self._keep(asked.room, reason, lists, differ)
+        try:
+            yield from self._keep(asked.room, reason, lists, differ)
+        except Unwanted:
+            raise
+        except Exception as error:  # noqa: BLE001 - the request fails for the difference
+            unkept = f"room {asked.room.number}: bytes that differ: {why_of(error)}"
+            self._unmade.log(unkept, error)
         return reason
 
     def _keep(
@@ -174,8 +180,6 @@ class LandedDigests:
         try:
             all_cells = range(sizes(lists)[0])
             cells = yield from read_bytes(lists, differ, all_cells, self.digester, room)
-        except (te.Error, MemoryError) as error:  # the request fails for the difference
-            self._unmade.log(f"room {room.number}: bytes that differ: {why_of(error)}", error)
         finally:
             self.kept.keep(room.number, reason, cells)
 
