@@ -116,7 +116,10 @@ def test_settings_that_are_none(settings: str, why: str) -> None:
 
 
 def test_a_store_that_never_hits_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Store(config(directory, 8 * MIB)) as lender, Store(config(directory)) as own:
+    with (
+        Store(config(directory, 8 * MIB, owner="rank")) as lender,
+        Store(config(directory, owner="rank")) as own,
+    ):
         source = StoreSource(own, Clock())
         stored(lender, PROMPT)
         soon(lambda: source.look() or source.objects == 10)  # type: ignore[func-returns-value]
@@ -239,6 +242,7 @@ def test_a_router_with_a_store_tells_of_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_source, "LOOK_S", 0.02)
+    monkeypatch.setattr("sglang_mooncake.router.event_source.ASK_AGAIN_S", 0.02)
 
     async def job(source: StoreSource) -> None:
         async with World(prefill_policy="cache_aware", pool=source) as world:
@@ -246,8 +250,7 @@ def test_a_router_with_a_store_tells_of_it(
             world.prefill[0].answer = answers(told)
             world.prefill[0].info = {"page_size": PAGE}
             ((view,),) = world.views.values()
-            await until(lambda: source.objects == 4)
-            view.page_size = PAGE
+            await until(lambda: source.objects == 4 and view.page_size == PAGE)
             assert (await world.ask(input_ids=PROMPT))[0] == 200
             await world.idle()
             _, text = await world.get("/v1/router")
@@ -261,8 +264,8 @@ def test_a_router_with_a_store_tells_of_it(
             assert "sglang_mooncake_router_store_is_live 1\n" in text
 
     with (
-        Store(config(directory, 8 * MIB)) as lender,
-        closing(StoreSource(Store(config(directory)))) as source,
+        Store(config(directory, 8 * MIB, owner="rank")) as lender,
+        closing(StoreSource(Store(config(directory, owner="rank")))) as source,
     ):
         stored(lender, PROMPT[: 4 * PAGE])
         run(job(source))
