@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import te
 from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.admission.secret_file import read_keys
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.bucket import SCHEMES
@@ -200,7 +200,7 @@ class Config:
             if name in SIZES:
                 given[name] = _size(name, value)
             elif name == SECRET_FILE:
-                given["keys"] = Keys.from_secrets(read_secret_file(typed(name, value, kinds[name])))
+                given["keys"] = read_keys(typed(name, value, kinds[name]))
             else:
                 given[name] = typed(name, value, kinds[name])
         return cls(**given)

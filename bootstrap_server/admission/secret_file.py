@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from bootstrap_server.admission.secret import new_secret, split_secrets
+from bootstrap_server.admission.secret import Keys, new_secret, split_secrets
 
-__all__ = ["check_private", "read_secret_file", "read_small_file", "write_secret_file"]
+__all__ = ["check_private", "read_keys", "read_secret_file", "read_small_file", "write_secret_file"]
 
 FILE_BYTES_MAX: Final = 16_384
 #: Group may read: Kubernetes gives a pod's group (`fsGroup`) the secrets that it mounts.
@@ -35,6 +35,11 @@ def read_secret_file(path: str | Path) -> list[bytes]:
         raise ValueError(f"{path}: a secret is printable ASCII") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_keys(path: str | Path | None) -> Keys:
+    """Those of the secrets in a file; none without a file. Raises as `read_secret_file` does."""
+    return Keys() if path is None else Keys.from_secrets(read_secret_file(path))
 
 
 def read_small_file(path: str | Path, bytes_max: int) -> tuple[bytes, int]:

@@ -16,7 +16,7 @@ import msgspec
 
 from sglang_mooncake.router.known import first_of
 
-__all__ = ["SILENCE_S", "STATES", "EventStream", "State"]
+__all__ = ["SILENCE_S", "STATES", "AllBlocksCleared", "BlockRemoved", "EventStream", "State"]
 
 #: Events of a prompt leave with the scheduler's next step after it.
 SILENCE_S: Final = 3.0
@@ -37,18 +37,18 @@ class _BlockStored(msgspec.Struct, tag="BlockStored"):
     medium: str | None = None
 
 
-class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str | None = None
 
 
-class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
 class _Batch(msgspec.Struct, array_like=True):
     at: float
-    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    events: list[_BlockStored | BlockRemoved | AllBlocksCleared]
 
 
 class _OldBlockStored(msgspec.Struct, tag="BlockStored", array_like=True):
@@ -62,11 +62,11 @@ class _OldBlockStored(msgspec.Struct, tag="BlockStored", array_like=True):
     medium: str | None = None
 
 
-class _OldBlockRemoved(_BlockRemoved, tag="BlockRemoved", array_like=True):
+class _OldBlockRemoved(BlockRemoved, tag="BlockRemoved", array_like=True):
     pass
 
 
-class _OldAllBlocksCleared(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
+class _OldAllBlocksCleared(AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
     pass
 
 
@@ -76,7 +76,7 @@ class _OldBatch(msgspec.Struct, array_like=True):
 
 
 _Stored: TypeAlias = _BlockStored | _OldBlockStored
-_Event: TypeAlias = _Stored | _BlockRemoved | _AllBlocksCleared
+_Event: TypeAlias = _Stored | BlockRemoved | AllBlocksCleared
 _BATCH: Final = msgspec.msgpack.Decoder(_Batch)
 _OLD_BATCH: Final = msgspec.msgpack.Decoder(_OldBatch)
 
@@ -199,9 +199,9 @@ class EventStream:
             match event:
                 case _BlockStored() | _OldBlockStored():
                     self._stored(event)
-                case _BlockRemoved():
+                case BlockRemoved():
                     self._removed(event)
-                case _AllBlocksCleared():
+                case AllBlocksCleared():
                     self._pages.clear()
 
     def _stored(self, event: _Stored) -> None:
@@ -211,7 +211,7 @@ class EventStream:
         while len(self._pages) > PAGES_MAX:
             self._pages.popitem(last=False)
 
-    def _removed(self, event: _BlockRemoved) -> None:
+    def _removed(self, event: BlockRemoved) -> None:
         bit = self._bit(event.medium)
         for name in event.block_hashes:
             left = self._pages.get(name, 0) & ~bit

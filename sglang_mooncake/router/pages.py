@@ -16,6 +16,7 @@ from typing import Final
 
 __all__ = [
     "NAMES_MAX",
+    "NAME_BYTES",
     "TEXT_PAGE_BYTES",
     "names_of",
     "own_names",
@@ -30,7 +31,8 @@ TEXT_PAGE_BYTES: Final = 256
 NAMES_MAX: Final = 8192
 """What comes behind so many pages is not named: each takes half a microsecond or more."""
 _SALT_TAG: Final = b"sglang-cache-salt-v1\0"
-_NAME_BYTES: Final = 8
+NAME_BYTES: Final = 8
+"""Of a page's digest, by which events name it."""
 
 
 def token_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
@@ -50,7 +52,7 @@ def token_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> l
 
 def names_of(digests: Sequence[bytes]) -> list[int]:
     """The same pages as events name them: by the first 8 bytes."""
-    return [int.from_bytes(one[:_NAME_BYTES], "big", signed=True) for one in digests]
+    return [int.from_bytes(one[:NAME_BYTES], "big", signed=True) for one in digests]
 
 
 def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
@@ -98,5 +100,5 @@ def text_names(text: str, seed: bytes = b"") -> list[int]:
     for at in range(0, last, TEXT_PAGE_BYTES):
         page = raw[at : at + TEXT_PAGE_BYTES]
         digest = hashlib.blake2b(digest + page, digest_size=16).digest()
-        names.append(int.from_bytes(digest[:_NAME_BYTES], "big", signed=True))
+        names.append(int.from_bytes(digest[:NAME_BYTES], "big", signed=True))
     return names

@@ -20,8 +20,7 @@ from typing import Final, Self
 
 import zmq
 
-from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.admission.secret_file import read_keys
 from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.store import Store
 from sglang_mooncake.router.store_events import PAGES_MAX, Batch, StoreEvents
@@ -51,14 +50,13 @@ class Publisher:
     def __init__(self, events: StoreEvents, options: StoreEventsOptions) -> None:
         self._events = events
         self._topic = options.topic.encode()
-        self._batches_max = options.batches
         self._bad = RateLimitedLog(logger)
         with contextlib.ExitStack() as undo:
             context = zmq.Context()
             undo.callback(context.destroy, linger=0)
             # What is kept has to fit, whenever it is asked for: a ROUTER leaves out what does not,
             # and hears only of half of what fits that it was read.
-            repeated = 2 * (options.batches + 1) + 1
+            repeated = 2 * (events.batches_max + 1) + 1
             self._published = _bound(context, zmq.PUB, options.endpoint, PUBLISHED_HWM)
             self._questions = _bound(context, zmq.ROUTER, options.replay_endpoint, repeated)
             self._undo = undo.pop_all()
@@ -82,11 +80,11 @@ class Publisher:
 
     def publish(self, batches: Sequence[Batch]) -> None:
         """Waits for nobody: who does not read has to ask for what he has missed."""
-        if len(batches) > self._batches_max:
+        if len(batches) > self._events.batches_max:
             logger.warning(
                 "%d batches at once, of which the last %d are repeated (--buffer-steps)",
                 len(batches),
-                self._batches_max,
+                self._events.batches_max,
             )
         for number, payload in batches:
             self._published.send_multipart([self._topic, _as_bytes(number), payload])
@@ -166,7 +164,7 @@ def publish_store(options: StoreEventsOptions) -> int:
         option = "--secret-file"
         try:
             publisher = undo.enter_context(Publisher(events, options))
-            keys = _keys(options.secret_file)
+            keys = read_keys(options.secret_file)
             option = "--store"
             store = undo.enter_context(contextlib.closing(open_store(options.store, keys)))
         except zmq.ZMQError as error:
@@ -178,10 +176,6 @@ def publish_store(options: StoreEventsOptions) -> int:
         )
         follow(store, events, publisher, is_ended)
     return 0
-
-
-def _keys(path: str | None) -> Keys:
-    return Keys() if path is None else Keys.from_secrets(read_secret_file(path))
 
 
 def _said(why: str, status: int) -> int:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from bootstrap_server.admission.refusals import http_logger
 from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.admission.secret_file import read_keys
 from sglang_mooncake.router.app import make_app, servers_of
 from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.options import CACHE_AWARE, Options
@@ -54,7 +54,7 @@ def serve(options: Options) -> int:
     with contextlib.ExitStack() as undo:
         option = "--secret-file"
         try:
-            keys = _keys(options.secret_file)
+            keys = read_keys(options.secret_file)
             option = "--store"
             pool = None if options.store is None else _pool(options.store, keys, undo)
             option = "--tokenizer-path"
@@ -64,10 +64,6 @@ def serve(options: Options) -> int:
             return EXIT_REFUSED
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(options, keys, pool, tokens))
-
-
-def _keys(path: str | None) -> Keys:
-    return Keys() if path is None else Keys.from_secrets(read_secret_file(path))
 
 
 def _pool(settings: str, keys: Keys, undo: contextlib.ExitStack) -> StoreSource:

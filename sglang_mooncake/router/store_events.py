@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.objects.changes import Keys
+from sglang_mooncake.router.kv_events import AllBlocksCleared, BlockRemoved
+from sglang_mooncake.router.pages import NAME_BYTES
 from sglang_mooncake.router.querying import EXTERNAL
 
 __all__ = ["PAGES_MAX", "Batch", "StoreEvents"]
 
 PAGES_MAX: Final = 1000
 """Of one batch: about 9 kB."""
-_NAME_BYTES: Final = 8
 
 Batch: TypeAlias = tuple[int, bytes]
 """Its number, and its events in MessagePack."""
@@ -39,16 +40,7 @@ class _BlockStored(msgspec.Struct, tag="BlockStored"):
     medium: str = EXTERNAL
 
 
-class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
-    block_hashes: list[int]
-    medium: str = EXTERNAL
-
-
-class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-_Event: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
+_Event: TypeAlias = _BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -64,8 +56,8 @@ class StoreEvents:
         """``page_size``: tokens of a page; ``batches_max``: so many are kept."""
         self._page_size = page_size
         self._names: _Names = np.empty(0, np.int64)
+        self.batches_max: Final = batches_max
         self._kept: deque[Batch] = deque(maxlen=batches_max)
-        self._batches_max = batches_max
         self._next = 0
         #: The number from which on the last listing of all pages was told.
         self._listing = 0
@@ -73,7 +65,7 @@ class StoreEvents:
     @property
     def tells_all(self) -> bool:
         """Whether what is kept tells of all pages: the last listing is in it."""
-        return self._listing >= self._next - self._batches_max
+        return self._listing >= self._next - self.batches_max
 
     def batches(self, keys: Keys, at_s: float) -> list[Batch]:
         """Those that tell what has come and gone since the last call. ``keys``: of all that the
@@ -88,13 +80,13 @@ class StoreEvents:
         come = np.setdiff1d(names, self._names, assume_unique=True)
         self._names = names
         events: list[_Event] = [
-            *([] if self._next else [_AllBlocksCleared()]),
-            *(_BlockRemoved(some.tolist()) for some in _parts(gone)),
+            *([] if self._next else [AllBlocksCleared()]),
+            *(BlockRemoved(some.tolist(), EXTERNAL) for some in _parts(gone)),
             *self._stored(come),
         ]
         whole, next_number = len(_parts(names)), self._next + len(events)
-        is_leaving = next_number + whole > self._listing + self._batches_max
-        if is_leaving and 2 * whole < self._batches_max:
+        is_leaving = next_number + whole > self._listing + self.batches_max
+        if is_leaving and 2 * whole < self.batches_max:
             events += self._stored(names)
             self._listing = next_number
         new = [
@@ -115,7 +107,7 @@ class StoreEvents:
 
 def _names(keys: Keys) -> _Names:
     """As events name pages (``pages.names_of``), ascending, each once."""
-    first = np.ascontiguousarray(keys[:, :_NAME_BYTES]).view(">i8").reshape(-1)
+    first = np.ascontiguousarray(keys[:, :NAME_BYTES]).view(">i8").reshape(-1)
     ordered = np.sort(first.astype(np.int64))
     # np.unique hashes, and takes 60 times as long.
     is_first = np.ones(len(ordered), bool)

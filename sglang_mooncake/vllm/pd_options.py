@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 from bootstrap_server import split_address
 from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.admission.secret_file import read_keys
 from bootstrap_server.ranks.errors import BootstrapError
 from kvstore.values import typed
 from sglang_mooncake.registries import Registries
@@ -85,7 +85,7 @@ class PdOptions:
         if "registries" in values:
             values["registries"] = Registries(values["registries"], "registries")
         if "secret_file" in values:
-            values["keys"] = Keys.from_secrets(read_secret_file(values.pop("secret_file")))
+            values["keys"] = read_keys(values.pop("secret_file"))
         return cls(**values)
 
 
