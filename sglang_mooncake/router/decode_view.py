@@ -104,8 +104,9 @@ class DecodeView(CacheView):
         self.server: Final = server
         #: By the requests that it has.
         self.pace = WorkFit(kin)
-        #: What it told last, by DP rank.
+        #: What it told last, by DP rank, and in sum.
         self._loads: Mapping[int, Load] = {}
+        self._load = _sum(())
         self._told_s = -math.inf
         #: Requests of others than this router, when the server told.
         self._others = 0
@@ -121,11 +122,12 @@ class DecodeView(CacheView):
     def told(self, loads: Mapping[int, Load], sent_before: Sent, now_s: float) -> None:
         """The server tells of its load, by DP rank. It had been sent so much when it was asked."""
         self._loads, self._told_s, self._sent_before = loads, now_s, sent_before
-        self._others = max(0, _sum(loads.values()).requests - self.server.under_way)
+        self._load = _sum(loads.values())
+        self._others = max(0, self._load.requests - self.server.under_way)
 
     def load(self, now_s: float) -> Load | None:
         """What it told last, in sum over its DP ranks; None if that was long ago."""
-        return _sum(self._loads.values()) if self._is_told(now_s) else None
+        return self._load if self._is_told(now_s) else None
 
     def free_tokens(self, now_s: float, rank: int | None = None) -> float | None:
         """Memory that is left beside what was sent since it told; None while it is not known. Of a
@@ -135,7 +137,7 @@ class DecodeView(CacheView):
             return None
         since = {one: sent - self._sent_before.get(one, 0.0) for one, sent in self._sent.items()}
         if rank is None or rank not in self._loads:
-            load, sent = _sum(self._loads.values()), sum(since.values())
+            load, sent = self._load, sum(since.values())
         else:  # It gets its part of what the server has placed itself.
             load = self._loads[rank]
             sent = since.get(rank, 0.0) + since.get(None, 0.0) / len(self._loads)
@@ -146,7 +148,7 @@ class DecodeView(CacheView):
 
     def requests(self, now_s: float) -> int:
         """This router's, and those of others that it told of."""
-        others = 0 if self.load(now_s) is None else self._others
+        others = self._others if self._is_told(now_s) else 0
         return self.server.under_way + others
 
     def figures(self, look: Named | None, now_s: float, rank: int | None = None) -> DecodeFigures:
