@@ -34,6 +34,7 @@ __all__ = [
     "Bytes",
     "Unmade",
     "Unwanted",
+    "check_wanted",
     "close_all",
     "digester_of",
     "drawn",
@@ -101,7 +102,8 @@ def close_all(thread: DigestThread, digester: te.Digester | None, kept: KeptByte
         kept.close()
 
 
-def _check_wanted(room: Room | None) -> None:
+def check_wanted(room: Room | None) -> None:
+    """Raises Unwanted once the end of the room, if any, is decided."""
     if room is not None and room.view.decided:
         raise Unwanted
 
@@ -118,7 +120,7 @@ def read_bytes(
     cells: Bytes = {}
     for some in bytes_of(lists, differ, chosen, digester.read):
         yield Pause.OTHERS_TURN
-        _check_wanted(room)
+        check_wanted(room)
         cells |= some
     return cells
 
@@ -132,7 +134,7 @@ def make_digests(
     recorder: Recorder,
 ) -> Generator[Pause, None, tuple[Digests, ...]]:
     """Raises Unwanted once the end of the room, if any, is decided."""
-    _check_wanted(room)
+    check_wanted(room)
     began_s, spent_s = time.monotonic(), 0.0
     chosen = drawn(lists, verify, seed)
     made: list[Digests] = []
@@ -140,7 +142,7 @@ def make_digests(
         made += found
         spent_s += time.monotonic() - began_s
         yield Pause.OTHERS_TURN
-        _check_wanted(room)
+        check_wanted(room)
         began_s = time.monotonic()
     cells, nbytes = sizes(lists)
     part = len(chosen) / cells if cells else 1.0

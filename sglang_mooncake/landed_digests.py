@@ -14,6 +14,7 @@ from sglang_mooncake.digesting import (
     Bytes,
     Unmade,
     Unwanted,
+    check_wanted,
     close_all,
     in_words,
     make_digests,
@@ -119,8 +120,7 @@ class LandedDigests:
         self.post(Verified(room, asked.expected.tag, failure))
 
     def _landed(self, asked: Compare) -> CompletionRecord | None:
-        if asked.room.view.decided:
-            raise Unwanted
+        check_wanted(asked.room)
         return self.landed(asked)
 
     def _not_compared(self, asked: Compare, error: Exception) -> str | None:
@@ -146,8 +146,7 @@ class LandedDigests:
         found = yield from make_digests(
             lists, message.verify, message.seed, self.digester, asked.room, self.recorder
         )
-        if asked.room.view.decided:
-            raise Unwanted
+        check_wanted(asked.room)
         differ = differences(lists, found, theirs)
         self.recorder.compared("different" if differ else "equal")
         if not differ:
