@@ -165,11 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="sglang-mooncake", description="KV-cache hand-over between servers.")
     parser.add_argument("--version", action="version", version=f"sglang-mooncake {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser(
-        "plan",
-        help="show what would be sent between two servers, without starting them",
-        description=_PLAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+
+    def command(name: str, does: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=does,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    plan = command(
+        "plan", "show what would be sent between two servers, without starting them", _PLAN
     )
     add = plan.add_argument
     add("--model", metavar="M", help=f"{', '.join(KNOWN)}, or a config.json or its directory")
@@ -206,46 +212,34 @@ def _parser() -> argparse.ArgumentParser:
         help="plan as if both servers had SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER set",
     )
     add("--json", action="store_true", help="print every pair of ranks as one JSON object")
-    secret = commands.add_parser(
-        "secret",
-        help="make the secret that all servers of a deployment share",
-        description=_SECRET,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    secret = command("secret", "make the secret that all servers of a deployment share", _SECRET)
     secret.add_argument("--file", metavar="PATH", help="write it to this new file")
-    explain = commands.add_parser(
-        "explain",
-        help="show where the time of a request's hand-over went",
-        description=explaining.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    explain = command(
+        "explain", "show where the time of a request's hand-over went", explaining.DESCRIPTION
     )
     explaining.add_arguments(explain)
-    config = commands.add_parser(
+    config = command(
         "config",
-        help="show the settings that a server would have, and where they come from",
-        description=configuring.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show the settings that a server would have, and where they come from",
+        configuring.DESCRIPTION,
     )
     configuring.add_arguments(config)
-    router = commands.add_parser(
+    router = command(
         "router",
-        help="take clients' requests for prefill and decode servers, in mini-lb's place",
-        description=router_options.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "take clients' requests for prefill and decode servers, in mini-lb's place",
+        router_options.DESCRIPTION,
     )
     router_options.add_arguments(router)
-    store_events = commands.add_parser(
+    store_events = command(
         "store-events",
-        help="tell other routers what the store has, by KV events",
-        description=store_events_options.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "tell other routers what the store has, by KV events",
+        store_events_options.DESCRIPTION,
     )
     store_events_options.add_arguments(store_events)
-    run = commands.add_parser(
+    run = command(
         "run",
-        help="run another program, such as vLLM, with mooncake.engine and nixl over te",
-        description=running.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "run another program, such as vLLM, with mooncake.engine and nixl over te",
+        running.DESCRIPTION,
     )
     run.add_argument("words", nargs="+", metavar="COMMAND", help="behind --, with its arguments")
     return parser
