@@ -29,15 +29,7 @@ from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import (
-    CHANGE,
-    OWNERS_MAX,
-    PLACE,
-    Found,
-    Keys,
-    Records,
-    fingerprint_of,
-)
+from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.owner.answering import Answerer
 from kvstore.owner.answers import answer
 from kvstore.owner.card import OwnerCard
