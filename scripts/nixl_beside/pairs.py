@@ -84,7 +84,8 @@ def severed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
     with pair.proxy() as proxy:
         timed(proxy, asked.requests[0])  # now there are connections
         for _ in range(_SEVERED):
-            if not sever(pair.decode.process.pid, pair.prefill.process.pid):
+            # NVIDIA's NIXL makes none anew: the second time there is nothing left to sever.
+            if not sever(pair.decode.process.pid, pair.prefill.process.pid) and not got:
                 raise ServingError("there was no connection to sever")
             for number in range(options.requests):
                 at, before = number % len(asked.requests), imported_tokens(pair.decode)
