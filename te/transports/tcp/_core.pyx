@@ -28,14 +28,15 @@ cdef class TcpLink(LinkHandle):
 
     def add_rail(self, int fd, secrets=None):
         cdef Channel *channel
-        cdef const uint8_t[::1] out, into
+        cdef bytes out, into
         cdef int errnum
         if secrets is None:
             channel = plain_new(fd)
         else:
             out, into = secrets
             assert len(out) == len(into) == SECRET_BYTES
-            channel = encrypted_new(fd, &out[0], &into[0], 0, &errnum)
+            channel = encrypted_new(
+                fd, <const uint8_t *><char *>out, <const uint8_t *><char *>into, 0, &errnum)
             if channel == NULL:
                 raise OSError(errnum, f"cannot encrypt the connection: {os.strerror(errnum)}")
         return self.add(&PROTOCOL, channel, sizeof(Payload))

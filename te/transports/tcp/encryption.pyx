@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
@@ -391,19 +392,23 @@ cdef class Records:
     def ready(self):
         return channel_moved(self.c, EPOLLIN)
 
-    def send(self, const uint8_t[::1] data, bint own=True):
-        cdef iovec v
-        v.iov_base = <void *>&data[0]
-        v.iov_len = len(data)
-        return self._checked(send_some(self.c, &v, 1, own))
+    def send(self, data, bint own=True):
+        return self._moved(send_some, data, PyBUF_SIMPLE, own)
 
-    def receive(self, uint8_t[::1] room, bint own=True):
-        cdef iovec v
-        v.iov_base = <void *>&room[0]
-        v.iov_len = len(room)
-        return self._checked(receive(self.c, &v, 1, own))
+    def receive(self, room, bint own=True):
+        return self._moved(receive, room, PyBUF_WRITABLE, own)
 
-    def _checked(self, ssize_t moved):
+    cdef _moved(
+        self, ssize_t (*move)(Channel *, iovec *, u32, bint) noexcept nogil, buffer, int how, bint own
+    ):
+        # Not a memoryview of Cython's: 20,000 lines of C, and six times as long to compile.
+        cdef Py_buffer view
+        cdef iovec v
+        cdef ssize_t moved
+        PyObject_GetBuffer(buffer, &view, how)
+        v.iov_base, v.iov_len = view.buf, view.len
+        moved = move(self.c, &v, 1, own)
+        PyBuffer_Release(&view)
         if moved < 0:
             raise OSError(<int>-moved, os.strerror(<int>-moved))
         return moved
