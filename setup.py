@@ -8,9 +8,11 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 TOPS = ("te", "kvstore")
 HEADERS = [str(one) for top in TOPS for one in sorted(Path(top).rglob("*.h"))]
+COMMON = ["setup.py", *HEADERS]
 PASSES = {"te.verbs._core": "-O2"}  # not a loop in it
 
 
@@ -30,7 +32,14 @@ class BuildOnAllCores(build_ext):
         sources = {one.name: one.sources for one in made}
         for one in self.extensions:
             one.sources = sources[one.name]
+        if self.editable_mode:
+            # An editable install builds in an empty folder, and copies from there what was built.
+            self.extensions = [one for one in self.extensions if self.is_out_of_date(one)]
         super().build_extensions()
+
+    def is_out_of_date(self, one: Extension) -> bool:
+        """Whether the module beside its sources is older than one of them, or is not there."""
+        return newer_group([*one.sources, *one.depends], self.get_ext_filename(one.name))
 
 
 def extension(source: Path) -> Extension:
@@ -39,7 +48,7 @@ def extension(source: Path) -> Extension:
     return Extension(
         name,
         [str(source)],
-        depends=[*HEADERS, *included],
+        depends=[*COMMON, *included],
         include_dirs=["te"],
         extra_compile_args=[PASSES.get(name, "-O3"), "-Wno-unused-function"],
     )
@@ -50,7 +59,7 @@ def of_bench() -> list[Extension]:
         Extension(
             f"te_bench.{name}",
             [f"te_bench/{name}.c"],
-            depends=HEADERS,
+            depends=COMMON,
             include_dirs=["te"],
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],
