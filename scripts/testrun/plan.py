@@ -94,8 +94,8 @@ def lanes(options: Options) -> list[Lane]:
         _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
     ]
     here = [
-        Step("fast layer in a fresh clone", ["scripts/test-alone"]),
         _setup("serving"),
+        Step("fast layer in a fresh clone", ["scripts/test-alone", "--compiled"]),
         _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
         _sanitizer(options, "address"),
         _sanitizer(options, "thread"),
@@ -109,7 +109,7 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]
     if options.pytest_args:
-        here[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")]
+        here[1] = _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")
     else:
         machines += _demos(options)
     return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]

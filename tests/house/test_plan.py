@@ -61,3 +61,10 @@ def test_one_run_of_a_round_builds_a_wheel_for_another_python(
     steps = [step for lane in lanes(options) for step in lane.steps]
     (wheel,) = (step for step in steps if step.argv[0] == "scripts/wheel-demo")
     assert ("--one-more" in wheel.argv) == has_another
+
+
+def test_the_fast_layer_uses_what_was_compiled_before_it() -> None:
+    (here,) = (one for one in lanes(Options(Path("/"), Path("/build"))) if one.name == "here")
+    first, second, *_ = (step.argv for step in here.steps)
+    assert list(first) == ["scripts/setup", "serving"]
+    assert list(second) == ["scripts/test-alone", "--compiled"]

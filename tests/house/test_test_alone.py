@@ -31,10 +31,20 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(SCRIPTS / name, root / "scripts" / name)
     (root / "scripts/test").write_text(TEST.format(said=tmp_path / "said"))
     (root / "scripts/test").chmod(0o755)
-    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
-    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "all")):
-        subprocess.run(["git", "-C", str(root), *words], check=True)
+    git(root, "init", "-q")
+    commit(root)
     return root
+
+
+def git(root: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(root), *words], check=True)
+
+
+def commit(root: Path) -> None:
+    """All that is there and not ignored."""
+    git(root, "add", ".")
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+    git(root, *who, "commit", "-q", "-m", "all")
 
 
 def test_nothing_of_this_checkout_or_this_shell_is_there(
@@ -65,3 +75,49 @@ def test_nothing_of_this_checkout_or_this_shell_is_there(
     assert found["PIP_INDEX_URL"] == "https://index.example.org"
     assert not list(scratch.iterdir()), "it is removed afterwards"
     assert "not in the clone" in done.stderr
+
+
+#: The module is older here than the C file that it is built from, as far as times tell.
+SETUP = """#!/bin/sh
+cd "$(dirname "$0")/.."
+echo "$1" >te/core/one.so
+echo "of Cython" >te/core/one.c
+touch -d 2001-01-01 te/core/one.so
+"""
+COMPILED = """#!/bin/sh
+cd "$(dirname "$0")/.."
+cat te/core/one.so te/core/one.c >{said}
+[ te/core/one.pyx -nt te/core/one.c ] || [ te/core/one.c -nt te/core/one.so ] ||
+  echo "up to date" >>{said}
+"""
+
+
+@pytest.fixture
+def compiled(project: Path, tmp_path: Path) -> Path:
+    """A project with a module to compile."""
+    for top in ("te/core", "te_bench", "kvstore"):
+        (project / top).mkdir(parents=True)
+        (project / top / "one.pyx").touch()
+    (project / "setup.py").touch()
+    (project / ".gitignore").write_text("*.so\n*.c\n")
+    (project / "scripts/setup").write_text(SETUP)
+    (project / "scripts/setup").chmod(0o755)
+    (project / "scripts/test").write_text(COMPILED.format(said=tmp_path / "said"))
+    commit(project)
+    return project
+
+
+def test_what_is_compiled_here_is_up_to_date_there(compiled: Path, tmp_path: Path) -> None:
+    subprocess.run([compiled / "scripts/test-alone", "--compiled"], check=True, timeout=100)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said == ["fast", "of Cython", "up to date"]
+
+
+def test_what_is_compiled_of_another_commit_is_not_copied(compiled: Path) -> None:
+    (compiled / "te/core/one.pyx").write_text("# changed")
+    done = subprocess.run(
+        [compiled / "scripts/test-alone", "--compiled"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert "what is compiled here is not of this commit: commit te te_bench" in done.stderr
+    assert not (compiled / "te/core/one.so").exists()
