@@ -53,14 +53,21 @@ def test_each_part_of_the_fast_tests_has_a_lane() -> None:
         assert tuple(tests.argv[-len(part) - 2 :]) == ("-m", "fast", *part)
 
 
-@pytest.mark.parametrize(("turn", "has_another"), [(None, True), (1, True), (2, False), (3, False)])
-def test_one_run_of_a_round_builds_a_wheel_for_another_python(
-    turn: int | None, has_another: bool
-) -> None:
+WHEEL = "scripts/wheel-demo --requests 8"
+WHEELS = "scripts/wheel-demo --one-more --requests 8"
+
+
+@pytest.mark.parametrize(
+    ("turn", "wheels", "has_rdma"),
+    [(None, [WHEELS], True), (1, [WHEELS], False), (2, [WHEEL], False), (3, [], True)],
+)
+def test_the_demos_take_turns(turn: int | None, wheels: list[str], has_rdma: bool) -> None:
     options = Options(Path("/root"), Path("/root/build"), turn=None if turn is None else Turn(turn))
-    steps = [step for lane in lanes(options) for step in lane.steps]
-    (wheel,) = (step for step in steps if step.argv[0] == "scripts/wheel-demo")
-    assert ("--one-more" in wheel.argv) == has_another
+    steps = [" ".join(step.argv) for lane in lanes(options) for step in lane.steps]
+    assert [step for step in steps if "wheel" in step] == wheels
+    assert any("--transport rdma" in step for step in steps) == has_rdma
+    written = [step for step in steps if "--write-reference" in step]
+    assert len(written) == has_rdma
 
 
 def test_the_fast_layer_uses_what_was_compiled_before_it() -> None:
