@@ -9,6 +9,8 @@ import pytest
 
 from te import checkout, cli
 
+pytestmark = pytest.mark.pure
+
 
 def test_a_wheel_says_that_it_has_no_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

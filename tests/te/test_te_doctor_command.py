@@ -11,6 +11,8 @@ from te_sysfs import Sysfs, two_sockets
 
 from te.cli import main
 
+pytestmark = pytest.mark.pure
+
 
 def test_it_answers_for_one_transport(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--root", str(tmp_path), "--transport", "rdma"]) == 2

@@ -31,6 +31,8 @@ from te.doctor.service import LOOPBACK, Service, describe, host_addresses, serve
 from te.errors import UsageError
 from te.proof import NO_KEY, Key
 
+pytestmark = pytest.mark.pure
+
 TIMEOUT_S = 60.0
 HERE = End(name="tcp")
 ONE, OTHER = Key(b"1" * 32), Key(b"2" * 32)

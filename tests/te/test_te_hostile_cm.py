@@ -15,6 +15,8 @@ from te.connect.throttle import BURST
 from te.transports.rdma import cm
 from te.transports.rdma.messages import RailOffer
 
+pytestmark = pytest.mark.pure
+
 STRANGERS = 500
 
 

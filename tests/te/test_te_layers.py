@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 TE = Path(__file__).parents[2] / "te"
 #: Each knows those before it.
 LAYERS = (

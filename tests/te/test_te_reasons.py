@@ -13,6 +13,8 @@ from te.reasons import Reason, sentence
 from te.transports.rdma.rails import RailReason
 from te.transports.rdma.reasons import rail_sentence
 
+pytestmark = pytest.mark.pure
+
 TE = Path(__file__).parents[2] / "te"
 #: What of a stub is an enumeration, which the compiled module makes of one in its .pxd file.
 STUBS = sorted(

@@ -28,6 +28,8 @@ from te import cli
 from te.status import StatusSocket
 from te.top import command
 
+pytestmark = pytest.mark.pure
+
 TIMEOUT_S = 60.0
 TE = [sys.executable, "-m", "te.cli", "top"]
 #: The same, for engines that may stand still for seconds before they answer. What a shell starts in

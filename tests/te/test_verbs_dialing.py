@@ -11,6 +11,8 @@ import pytest
 from te.verbs import dialing
 from te.verbs.dialing import within
 
+pytestmark = pytest.mark.pure
+
 TIMEOUT_S = 60.0
 
 
