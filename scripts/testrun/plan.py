@@ -41,8 +41,12 @@ FAST_PARTS = {
         "tests",
     ),
 }
-#: Of the fast tests those with hypothesis, with more examples than in the fast layer.
-REST = "(not fast or hypothesis) and not serving and not vllm and not rdma"
+#: Of the fast tests those with hypothesis, with more examples than in the fast layer. They take
+#: turns: the examples follow from the test alone, and fast tests whose first fifty leave a branch
+#: out have all of them in the fast layer.
+REST = ("--fast-too", "-m", "(not fast or hypothesis) and not serving and not vllm and not rdma")
+#: These import SGLang or LMCache, and torch: one process does so, where each worker of xdist would.
+INSIDE = ("tests/lmcache", "tests/sglang")
 DEMO_REQUESTS = 8
 #: Which part of the tests that take turns has the demo over RDMA; others have it from the wheel.
 OVER_RDMA = 3
@@ -91,6 +95,7 @@ def lanes(options: Options) -> list[Lane]:
     """Everything, side by side."""
     servers = [
         _setup("serving"),
+        _pytest(options, "tests inside SGLang and LMCache", *REST, *INSIDE),
         _pytest(options, "real servers", "-m", "serving", "tests/serving"),
         _setup("vllm"),
         _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
@@ -98,15 +103,19 @@ def lanes(options: Options) -> list[Lane]:
     here = [
         _setup("serving"),
         Step("fast layer in a fresh clone", ["scripts/test-alone", "--compiled"]),
-        _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
+        _pytest(
+            options,
+            "tests on this machine",
+            *(*BOTH_CORES, *REST, *(f"--ignore={one}" for one in INSIDE), "tests"),
+        ),
         _sanitizer(options, "address"),
         _sanitizer(options, "thread"),
     ]
     machines = [
         Step("the emulated machines' kernel", ["scripts/rdma-testbed", "--build"], is_needed=True),
         _setup("serving"),
-        _on_devices(options, 8, "rxe", "tests/rdma"),
-        _on_devices(options, 2, "rxe", "tests/te", "tests/sglang_mooncake"),
+        _on_devices(options, 8, "rxe", "--unmarked-others", "tests/rdma"),
+        _on_devices(options, 2, "rxe", "--unmarked-others", "tests/te", "tests/sglang_mooncake"),
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]

@@ -7,7 +7,10 @@ that is killed leaves what it had. Processor seconds are those of the process th
 and of children that it has waited for.
 
 ``--turn K/N`` leaves out tests that are marked ``by_turns`` and whose turn it is not; with
-``--unmarked-too`` all tests take turns, one by one, but those that are marked ``each_run``.
+``--unmarked-too`` all tests take turns, one by one, but those that are marked ``each_run`` and
+those that one kind of device alone has; with ``--unmarked-others`` those without a mark that this
+leaves out have their turn; with ``--fast-too`` those of the fast layer take turns, which a run has
+twice.
 
 ``--pick NUMBER`` leaves all but one member out of each set of tests that are marked
 ``one_of(SET, MEMBER)``: of the members in the order of their names the NUMBER-th, from 0, counted
@@ -35,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--turn", type=Turn.parse, help="K/N: tests by turns, the K-th of N parts")
     parser.addoption("--pick", type=int, help="which one of each set of tests, counted round")
     parser.addoption("--unmarked-too", action="store_true", help="all tests take turns")
+    parser.addoption(
+        "--unmarked-others", action="store_true", help="what --unmarked-too leaves out"
+    )
+    parser.addoption("--fast-too", action="store_true", help="those of the fast layer take turns")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,11 +61,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turn = config.getoption("--turn")
     if turn is None:
         return
-    unmarked_too = config.getoption("--unmarked-too")
-    groups = {item: _group(item, unmarked_too) for item in items}
+    others, fast_too = config.getoption("--unmarked-others"), config.getoption("--fast-too")
+    unmarked_too = config.getoption("--unmarked-too") or others
+    groups = {
+        item: _group(item, unmarked_too or (fast_too and "fast" in item.keywords)) for item in items
+    }
     chosen = turn.choose(group for group in groups.values() if group is not None)
-    wanted = {None, *chosen}
-    _leave(config, items, [item for item, group in groups.items() if group in wanted])
+
+    def has_its_turn(item: pytest.Item) -> bool:
+        if others and item.get_closest_marker("by_turns") is None:
+            return groups[item] not in chosen
+        return groups[item] is None or groups[item] in chosen
+
+    _leave(config, items, [item for item in items if has_its_turn(item)])
 
 
 def _leave(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
@@ -86,12 +101,13 @@ def _picked(items: list[pytest.Item], pick: int) -> list[pytest.Item]:
 
 def _group(item: pytest.Item, unmarked_too: bool) -> str | None:
     """Tests of one group are run together: they share what is dear to make. A mark without a name
-    is for all of a file."""
+    is for all of a file. Without a mark a test is a group of its own, or in each run."""
     if item.get_closest_marker("each_run") is not None:
         return None
     mark = item.get_closest_marker("by_turns")
     if mark is None:
-        return item.nodeid if unmarked_too else None
+        has_turns = unmarked_too and item.get_closest_marker("driver") is None
+        return item.nodeid if has_turns else None
     return f"{item.path}:{mark.args[0] if mark.args else ''}"
 
 

@@ -48,6 +48,14 @@ def test_always():
 def test_unmarked():
     pass
 
+@pytest.mark.fast
+def test_quick():
+    pass
+
+@pytest.mark.driver("rxe")
+def test_of_one_device():
+    pass
+
 @pytest.mark.parametrize("number", [
     pytest.param(number, marks=pytest.mark.by_turns(f"pair {number}")) for number in range(3)
 ])
@@ -89,7 +97,7 @@ def run(tmp_path: Path, *arguments: str) -> list[str]:
     for name, text in (("these", TESTS), ("file", FILE), ("sets", SETS)):
         (tmp_path / f"test_{name}.py").write_text(text)
     config = tmp_path / "pytest.ini"
-    config.write_text("[pytest]\nmarkers =\n  by_turns\n  each_run\n  one_of\n")
+    config.write_text("[pytest]\nmarkers =\n  by_turns\n  driver\n  each_run\n  fast\n  one_of\n")
     options = ["-p", "testrun.plugin", "--times", str(times), *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-c", str(config), *options, str(tmp_path)],
@@ -106,7 +114,8 @@ def run(tmp_path: Path, *arguments: str) -> list[str]:
 def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
     shared = [f"test_{name}[{number}]" for name in ("one", "other") for number in range(3)]
     parts = [run(tmp_path, "--turn", f"{number}/3") for number in (1, 2, 3)]
-    always = ["test_always", "test_unmarked", *(f"test_letter[{name}]" for name in "abc")]
+    letters = [f"test_letter[{name}]" for name in "abc"]
+    always = ["test_always", "test_of_one_device", "test_quick", "test_unmarked", *letters]
     assert run(tmp_path) == sorted([*always, "test_first", "test_last", *shared])
     turns = [sorted(set(part) - set(always)) for part in parts]
     assert sorted(turns) == sorted(
@@ -122,8 +131,29 @@ def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_those_without_a_mark_take_turns_if_asked_to(tmp_path: Path) -> None:
     parts = [run(tmp_path, "--unmarked-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
-    assert all("test_always" in part for part in parts)
+    assert all({"test_always", "test_of_one_device"} <= set(part) for part in parts)
     assert sum("test_unmarked" in part for part in parts) == 1
+    assert sum("test_quick" in part for part in parts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_two_runs_share_those_without_a_mark(tmp_path: Path, number: int) -> None:
+    these, others = (
+        set(run(tmp_path, option, "--turn", f"{number}/3"))
+        for option in ("--unmarked-too", "--unmarked-others")
+    )
+    unmarked = {"test_unmarked", "test_quick", *(f"test_letter[{name}]" for name in "abc")}
+    assert not these & others & unmarked
+    assert these | others > unmarked
+    assert these - unmarked == others - unmarked
+
+
+@pytest.mark.slow
+def test_those_of_the_fast_layer_take_turns_if_asked_to(tmp_path: Path) -> None:
+    parts = [run(tmp_path, "--fast-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
+    assert all({"test_always", "test_unmarked"} <= set(part) for part in parts)
+    assert sum("test_quick" in part for part in parts) == 1
 
 
 @pytest.mark.slow
