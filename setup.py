@@ -14,6 +14,8 @@ TOPS = ("te", "kvstore")
 HEADERS = [str(one) for top in TOPS for one in sorted(Path(top).rglob("*.h"))]
 COMMON = ["setup.py", *HEADERS]
 PASSES = {"te.verbs._core": "-O2"}  # not a loop in it
+#: Functions and lines alone of what Python's flags write down: 12 % less to do, a quarter the size.
+DEBUGGING = "-g1"
 
 
 class BuildOnAllCores(build_ext):
@@ -50,7 +52,7 @@ def extension(source: Path) -> Extension:
         [str(source)],
         depends=[*COMMON, *included],
         include_dirs=["te"],
-        extra_compile_args=[PASSES.get(name, "-O3"), "-Wno-unused-function"],
+        extra_compile_args=[PASSES.get(name, "-O3"), DEBUGGING, "-Wno-unused-function"],
     )
 
 
