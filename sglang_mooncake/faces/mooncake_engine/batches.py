@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import te
+from sglang_mooncake.faces.in_use import MemoryInUse
 
 __all__ = ["BATCHES_MAX", "Batch", "Batches", "settle"]
 
@@ -89,24 +90,32 @@ class Batches:
         return status
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Returns when all have ended well, and forgets them all in any case. te has done with the
-        memory of each.
+        """Returns when all have ended well. te has done with the memory of each, and they are
+        forgotten, unless it raises `MemoryInUse`.
 
         Raises:
+            MemoryInUse: of some te has not; these can be asked after again.
             ValueError: one of them is not known, or was told to have ended before.
             te.TransferFailed, te.WaitTimeout: of the first that failed or took too long.
         """
         problem: Exception | None = None
+        in_use: MemoryInUse | None = None
         for number in dict.fromkeys(numbers):
-            batch = self._take(number)
+            with self._lock:
+                batch = self._known.get(number)
             try:
                 if batch is None:
                     raise _unknown(number)
-                if batch.transfer is not None:
-                    rest_s = max(batch.limit_s - batch.transfer.duration_s, 0.0)
-                    settle(batch.transfer, rest_s, batch.is_read)
+                settle(batch)
+            except MemoryInUse as exc:
+                in_use = in_use or exc
+                continue
             except (te.Error, ValueError) as exc:
                 problem = problem or exc
+            if batch is not None:
+                self._take(number)
+        if in_use is not None:
+            raise in_use
         if problem is not None:
             raise problem
 
@@ -135,16 +144,47 @@ def _stand(transfer: te.Transfer, batch: Batch) -> tuple[te.Status, str | None]:
     return status, reason
 
 
-def settle(transfer: te.Transfer, limit_s: float, is_read: bool) -> None:
-    """Returns when the bytes are there; when it raises ``te.TransferFailed`` or ``te.WaitTimeout``,
-    te has done with the caller's memory."""
+def settle(batch: Batch) -> None:
+    """Returns when the bytes are there.
+
+    Raises:
+        te.TransferFailed, te.WaitTimeout: it failed or took too long, and te has done with the
+            caller's memory.
+        MemoryInUse: te has not, though the connection to the peer was closed.
+    """
+    transfer = batch.transfer
+    if transfer is None:
+        return
+    problem: te.Error
     try:
-        transfer.wait(limit_s)
-    except te.WaitTimeout:
-        transfer.cancel()
-        if transfer.wait(CANCEL_TIMEOUT_S) is te.Status.CANCELLED:
+        transfer.wait(max(batch.limit_s - transfer.duration_s, 0.0))
+        return
+    except te.WaitTimeout as exc:
+        problem = exc
+    except te.TransferFailed as exc:
+        if not batch.is_read:
             raise
+        problem = exc  # Pieces may still be landing.
+    if not _is_let_go(transfer):
+        batch.peer.close()  # Which ends whatever goes on there; the next call connects anew.
+        if not _is_let_go(transfer):
+            what = "write into" if batch.is_read else "read"
+            raise MemoryInUse(
+                f"te may still {what} memory of {transfer.nbytes} bytes, which must not be used"
+                f" again: {problem}"
+            ) from problem
+    if transfer.wait(0.0) is not te.Status.DONE:
+        raise problem
+
+
+def _is_let_go(transfer: te.Transfer) -> bool:
+    """Cancels it; whether te has done with the caller's memory in time."""
+    try:
+        transfer.cancel()
+        transfer.wait(CANCEL_TIMEOUT_S)
+    except (te.FenceTimeout, te.WaitTimeout) as exc:
+        logger.warning("mooncake.engine over te: %s", exc)
+        return False
     except te.TransferFailed:
-        if is_read:
-            transfer.cancel()  # Pieces may still have been landing.
-        raise
+        return True
+    return True

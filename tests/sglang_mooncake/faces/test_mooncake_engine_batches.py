@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from te_far import pattern, wait_until
 
 import te
+from sglang_mooncake.faces.in_use import MemoryInUse
+from sglang_mooncake.faces.mooncake_engine import batches as batches_module
 from sglang_mooncake.faces.mooncake_engine import transferring
-from sglang_mooncake.faces.mooncake_engine.batches import Batch, Batches
+from sglang_mooncake.faces.mooncake_engine.batches import Batch, Batches, settle
 from sglang_mooncake.faces.mooncake_engine.engine import TransferEngine
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
 from sglang_mooncake.faces.mooncake_engine.notes import MAGIC, packed, unpacked
@@ -232,6 +234,7 @@ class Told:
 
     def __init__(self, status: te.Status = te.Status.PENDING, duration_s: float = 0.0) -> None:
         self.status, self.duration_s, self.reason = status, duration_s, None
+        self.nbytes = 64
         #: What a call of ``cancel`` makes of it; an error is raised.
         self.cancelling: list[te.Status | Exception] = []
         self.waited_s: list[float] = []
@@ -254,9 +257,23 @@ class Told:
         self.status = then
 
 
-def submitted(batches: Batches, transfer: Told, is_read: bool = False) -> int:
-    nobody: Any = None
-    return batches.submit(lambda: Batch(transfer, is_read, 30.0, nobody))
+class Closing:
+    """A peer, and what its end makes of a transfer; None: that goes on."""
+
+    def __init__(self, transfer: Told | None = None, then: te.Status | None = None) -> None:
+        self.transfer, self.then, self.closed = transfer, then, 0
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.transfer is not None and self.then is not None:
+            self.transfer.status, self.transfer.reason = self.then, "the link was closed"
+
+
+def submitted(
+    batches: Batches, transfer: Told, is_read: bool = False, peer: Closing | None = None
+) -> int:
+    whom: Any = peer or Closing()
+    return batches.submit(lambda: Batch(transfer, is_read, 30.0, whom))
 
 
 def test_one_that_takes_too_long_is_cancelled_by_who_asks() -> None:
@@ -297,6 +314,61 @@ def test_each_is_waited_for_as_long_as_is_left_to_it() -> None:
     assert [one.waited_s[0] for one in transfers] == [29.0, 1.0, 0.0]
     assert transfers[2].status is te.Status.CANCELLED
     assert len(batches) == 0
+
+
+def test_a_write_that_is_not_confirmed_to_be_cancelled_ends_with_its_connection() -> None:
+    transfer = Told()
+    peer: Any = Closing(transfer, te.Status.FAILED)
+    transfer.cancelling = [te.Status.PENDING, te.Status.FAILED]
+    with pytest.raises(te.TransferFailed, match="the link was closed"):
+        settle(Batch(transfer, False, 30.0, peer))
+    assert peer.closed == 1
+    assert transfer.waited_s == [30.0, *[batches_module.CANCEL_TIMEOUT_S] * 2, 0.0]
+
+
+@pytest.mark.parametrize("status", [te.Status.PENDING, te.Status.FAILED])
+def test_a_read_is_cancelled_again_until_nothing_lands(status) -> None:
+    transfer = Told(status)
+    transfer.reason = "the peer is gone"
+    peer: Any = Closing()
+    transfer.cancelling = [te.FenceTimeout("a landing did not end"), te.Status.CANCELLED]
+    with pytest.raises((te.WaitTimeout, te.TransferFailed), match=r"slow|the peer is gone"):
+        settle(Batch(transfer, True, 30.0, peer))
+    assert not transfer.cancelling
+    assert peer.closed == 1
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_memory_that_te_may_still_use_is_no_ordinary_failure(is_read) -> None:
+    """Whoever waited can ask again, and is told once te has done with it."""
+    batches, transfer = Batches(), Told()
+    other = submitted(batches, Told(te.Status.FAILED))
+    number = submitted(batches, transfer, is_read)
+    stuck = te.FenceTimeout("a landing did not end") if is_read else te.Status.PENDING
+    transfer.cancelling = [stuck] * 2
+    what = "write into" if is_read else "read"
+    with pytest.raises(MemoryInUse, match=f"te may still {what} memory of 64 bytes, which must"):
+        batches.wait([other, number])
+    assert len(batches) == 1, "the other one has ended"
+    assert batches.check(number) is te.Status.PENDING
+    transfer.cancelling = [te.Status.CANCELLED]
+    with pytest.raises(te.WaitTimeout):
+        batches.wait([number])
+    assert len(batches) == 0
+
+
+def test_a_call_that_cannot_promise_that_te_has_done_raises(pair, monkeypatch) -> None:
+    def stuck(transfer: te.Transfer, timeout_s: float = 0.0) -> te.Status:
+        raise te.WaitTimeout("slow")
+
+    session, here, there, lengths = pair.some(10)
+    peer = pair.source._opened.sessions.peer(pair.session)
+    with monkeypatch.context() as patch:
+        patch.setattr(te.Transfer, "wait", stuck)
+        with pytest.raises(MemoryInUse, match="te may still read memory of 10 bytes"):
+            pair.source.transfer_sync_write(session, here[0], there[0], lengths[0])
+    assert not peer.alive
+    assert pair.source.transfer_sync_write(session, here[0], there[0], lengths[0]) == 0
 
 
 def test_who_never_asks_gets_no_more_at_some_time() -> None:
