@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.store import Store
+from sglang_mooncake.faces.in_use import MemoryInUse
 
 __all__ = ["Arena", "Gaps", "NoRoom"]
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 64
 
@@ -57,6 +61,8 @@ class Arena:
         self._nbytes = nbytes - nbytes % ALIGNMENT
         self._gaps = Gaps(self._nbytes)
         self._freed = threading.Condition()
+        #: Kept out of use: bytes may still land there.
+        self.lost_nbytes = 0
         if self._nbytes:
             made = mmap.mmap(-1, self._nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._address = store.register(made).address
@@ -64,20 +70,36 @@ class Arena:
 
     @contextmanager
     def room(self, nbytes: int, timeout_s: float) -> Iterator[tuple[int, memoryview]]:
-        """The address of ``nbytes`` that nobody else has meanwhile, and these. `NoRoom` if there
-        are too few, or others have them for so long."""
+        """The address of ``nbytes`` that nobody else has meanwhile, and these. Nobody gets them
+        again whose use ends with `MemoryInUse`. `NoRoom` if there are too few, or others have
+        them for so long."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if not nbytes or wanted > self._nbytes:
-            raise NoRoom(
-                f"{nbytes} bytes do not fit into the {self._nbytes} of setup's local_buffer_size"
-            )
+        if not nbytes or wanted > self._nbytes - self.lost_nbytes:
+            raise NoRoom(f"{nbytes} bytes do not fit into the {self._size}")
         first = self._taken(wanted, timeout_s)
+        is_mine = True
         try:
             yield self._address + first, self._view[first : first + nbytes]
+        except MemoryInUse:
+            is_mine = False
+            raise
         finally:
-            with self._freed:
-                self._gaps.give_back(first, wanted)
+            self._give_back(first, wanted, is_mine)
+
+    def _give_back(self, first: int, nbytes: int, is_mine: bool) -> None:
+        """is_mine: nobody else writes there."""
+        with self._freed:
+            if is_mine:
+                self._gaps.give_back(first, nbytes)
                 self._freed.notify_all()
+                return
+            self.lost_nbytes += nbytes
+            logger.error(
+                "mooncake.store over kvstore: %d of the %d bytes of setup's local_buffer_size are"
+                " used no more until close, since bytes may still land there",
+                self.lost_nbytes,
+                self._nbytes,
+            )
 
     def _taken(self, nbytes: int, timeout_s: float) -> int:
         found: list[int] = []
@@ -91,7 +113,11 @@ class Arena:
         with self._freed:
             if not self._freed.wait_for(take, timeout_s):
                 raise NoRoom(
-                    f"{nbytes} bytes of the {self._nbytes} of setup's local_buffer_size were not"
-                    f" free within {timeout_s:g} s"
+                    f"{nbytes} bytes of the {self._size} were not free within {timeout_s:g} s"
                 )
         return found[0]
+
+    @property
+    def _size(self) -> str:
+        lost = f" ({self.lost_nbytes} are lost until close)" if self.lost_nbytes else ""
+        return f"{self._nbytes} of setup's local_buffer_size{lost}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -13,11 +14,13 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+import te
 from kvstore.large import PART_BYTES, LargeObjects
 from kvstore.objects.changes import Keys, keys_of_digests
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
+from sglang_mooncake.faces.in_use import MemoryInUse
 from sglang_mooncake.faces.mooncake_store.codes import (
     INVALID,
     MISSING,
@@ -129,7 +132,8 @@ class Objects:
 
     def get(self, keys: Keys, rooms: Sequence[Memory]) -> list[int]:
         """The size of each object, or Mooncake's number for why it did not come. Memory that is
-        larger than its object is filled from its beginning."""
+        larger than its object is filled from its beginning. `MemoryInUse` if bytes may still land
+        there."""
         outcomes = self._get_exactly(keys, range(len(keys)), rooms)
         numbers = [
             room.total if one is Got.RIGHT else OF_GET[one]
@@ -153,7 +157,7 @@ class Objects:
 
     def get_ranges(self, keys: Keys, ranges: Sequence[Range]) -> list[int]:
         """Of objects whose size is known: as many bytes as each has, or Mooncake's number. ``row``:
-        which of the keys."""
+        which of the keys. `MemoryInUse` as for `get`."""
         numbers = [MISSING] * len(ranges)
         by_place: dict[tuple[int, int], list[int]] = {}
         for at, one in enumerate(ranges):
@@ -164,7 +168,8 @@ class Objects:
             for rows, pieces in _groups([ranges[at].memory for at in some]):
                 these = [ranges[some[row]] for row in rows]
                 wanted = keys[[one.row for one in these]]
-                got = get(wanted, signature, nbytes, offset, pieces, self._timeout_s)
+                with _told_apart():
+                    got = get(wanted, signature, nbytes, offset, pieces, self._timeout_s)
                 for row, came in zip(rows, got, strict=True):
                     is_right = came is Got.RIGHT
                     numbers[some[row]] = pieces.object_bytes if is_right else OF_GET[came]
@@ -210,10 +215,11 @@ class Objects:
         outcomes = [Got.MISSING] * len(rooms)
         for rows, pieces in _groups(rooms):
             wanted = keys[[of[row] for row in rows]]
-            if pieces.object_bytes <= PART_BYTES:
-                some = self._store.get(wanted, self._small, pieces, self._timeout_s)
-            else:
-                some = self._get_parts(wanted, pieces)
+            with _told_apart():
+                if pieces.object_bytes <= PART_BYTES:
+                    some = self._store.get(wanted, self._small, pieces, self._timeout_s)
+                else:
+                    some = self._get_parts(wanted, pieces)
             _place(outcomes, rows, some)
         return outcomes
 
@@ -229,6 +235,15 @@ class Objects:
                 logger.info("%d objects lack a part, and are removed", len(broken))
                 self._large.remove(keys[broken], self._parts, pieces.object_bytes)
         return outcomes
+
+
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    """A read that does not stop is no ordinary failure."""
+    try:
+        yield
+    except te.FenceTimeout as exc:
+        raise MemoryInUse(f"bytes may still land in memory for objects: {exc}") from exc
 
 
 def _digest(*parts: bytes) -> bytes:

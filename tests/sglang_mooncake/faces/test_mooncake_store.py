@@ -21,6 +21,7 @@ from store_host import store_directory
 import te
 from kvstore.config import Config
 from kvstore.store import Store
+from sglang_mooncake.faces.in_use import MemoryInUse
 from sglang_mooncake.faces.mooncake_store import Options, install
 from sglang_mooncake.faces.mooncake_store import objects as objects_module
 from sglang_mooncake.faces.mooncake_store import opened as opened_module
@@ -446,6 +447,37 @@ def test_a_process_that_ends_without_close_takes_its_leave(store, directory) -> 
 def test_a_forked_child_that_ends_leaves_its_parents_store_alone() -> None:
     with store_directory() as path:
         ended(ENDS_WITH_A_CHILD, path)
+
+
+def test_a_read_that_does_not_stop_is_no_ordinary_failure(store, directory, monkeypatch) -> None:
+    """Into memory of the caller's; the arena's is kept out of use."""
+
+    def stuck(*_: object, **__: object) -> object:
+        raise te.FenceTimeout("a landing did not end")
+
+    other = store_of(directory)
+    assert other.setup("h", "s", 0, BUFFER, "tcp", "", "m:1") == 0
+    try:
+        assert other.put("k", b"value") == 0
+        with Room(other) as room:
+            assert other.batch_get_session_start(["k"]) == [0]
+            gets = [
+                lambda: other.get_into("k", room.at, 5),
+                lambda: other.get_into_ranges([room.at], [["k"]], [[[0]]], [[[1]]], [[[2]]]),
+                lambda: other.batch_get_into_multi_buffer_ranges(["k"], [[room.at]], [[2]], [[1]]),
+            ]
+            monkeypatch.setattr(Store, "get", stuck)
+            monkeypatch.setattr(Store, "get_range", stuck)
+            for get in gets:
+                with pytest.raises(MemoryInUse, match="bytes may still land in memory for"):
+                    get()
+            assert other.get("k") == b""
+            assert other.get_buffer("k") is None
+            monkeypatch.undo()
+            assert other.get("k") == b"value"
+            assert other._opened.arena.lost_nbytes == 2 * 64
+    finally:
+        other.close()
 
 
 def test_what_it_has_not_is_said(store) -> None:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.objects.outcomes import Got, Put, Removed
-from sglang_mooncake.faces.mooncake_store.arena import Gaps
+from sglang_mooncake.faces.in_use import MemoryInUse
+from sglang_mooncake.faces.mooncake_store.arena import Arena, Gaps, NoRoom
 from sglang_mooncake.faces.mooncake_store.codes import OF_GET, OF_PUT, OF_REMOVE
 from sglang_mooncake.faces.mooncake_store.objects import Memory
 from sglang_mooncake.faces.mooncake_store.sessions import runs_of
@@ -34,6 +37,23 @@ def test_what_is_taken_is_nobody_elses_and_comes_back(nbytes, wanted, data) -> N
     for one in taken:
         gaps.give_back(*one)
     assert gaps.gaps == ([(0, nbytes)] if nbytes else [])
+
+
+def arena_of(nbytes: int) -> Arena:
+    store: Any = SimpleNamespace(register=lambda _: SimpleNamespace(address=0))
+    return Arena(store, nbytes)
+
+
+def test_room_in_which_bytes_may_still_land_is_given_to_nobody(caplog) -> None:
+    arena = arena_of(192)
+    with pytest.raises(MemoryInUse), arena.room(100, 0.0) as (lost, _):
+        raise MemoryInUse("a landing did not end")
+    assert arena.lost_nbytes == 128
+    assert "128 of the 192 bytes of setup's local_buffer_size are used no more" in caplog.text
+    with arena.room(64, 0.0) as (address, _):
+        assert not lost <= address < lost + 128
+    with pytest.raises(NoRoom, match="128 are lost until close"), arena.room(128, 0.0):
+        pass
 
 
 @pytest.mark.parametrize(
