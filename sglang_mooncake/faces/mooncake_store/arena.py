@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -61,6 +62,9 @@ class Arena:
         self._nbytes = nbytes - nbytes % ALIGNMENT
         self._gaps = Gaps(self._nbytes)
         self._freed = threading.Condition()
+        #: Who waits for room: first come, first served, or many small ones would keep a large one
+        #: waiting for ever.
+        self._waiting: deque[object] = deque()
         #: Kept out of use: bytes may still land there.
         self.lost_nbytes = 0
         if self._nbytes:
@@ -102,20 +106,23 @@ class Arena:
             )
 
     def _taken(self, nbytes: int, timeout_s: float) -> int:
-        found: list[int] = []
+        turn, found = object(), list[int]()
 
         def take() -> bool:
-            first = self._gaps.take(nbytes)
+            first = self._gaps.take(nbytes) if self._waiting[0] is turn else None
             if first is not None:
                 found.append(first)
             return bool(found)
 
         with self._freed:
-            if not self._freed.wait_for(take, timeout_s):
-                raise NoRoom(
-                    f"{nbytes} bytes of the {self._size} were not free within {timeout_s:g} s"
-                )
-        return found[0]
+            self._waiting.append(turn)
+            try:
+                if self._freed.wait_for(take, timeout_s):
+                    return found[0]
+            finally:
+                self._waiting.remove(turn)
+                self._freed.notify_all()
+            raise NoRoom(f"{nbytes} bytes of the {self._size} were not free within {timeout_s:g} s")
 
     @property
     def _size(self) -> str:

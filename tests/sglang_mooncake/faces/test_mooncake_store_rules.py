@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from te_far import wait_until
 
 from kvstore.objects.outcomes import Got, Put, Removed
 from sglang_mooncake.faces.in_use import MemoryInUse
@@ -54,6 +56,32 @@ def test_room_in_which_bytes_may_still_land_is_given_to_nobody(caplog) -> None:
         assert not lost <= address < lost + 128
     with pytest.raises(NoRoom, match="128 are lost until close"), arena.room(128, 0.0):
         pass
+
+
+def test_who_came_first_has_room_first() -> None:
+    """A large one waits: what has become free is not for a small one that came later."""
+    arena, order = arena_of(192), list[str]()
+
+    def wants(name: str, nbytes: int) -> threading.Thread:
+        def take() -> None:
+            with arena.room(nbytes, 60.0):
+                order.append(name)
+
+        before = len(arena._waiting)
+        thread = threading.Thread(target=take)
+        thread.start()
+        wait_until(lambda: len(arena._waiting) > before, "it waits")
+        return thread
+
+    with arena.room(128, 0.0):
+        with arena.room(64, 0.0):
+            threads = [wants("large", 192), wants("small", 64)]
+        with pytest.raises(NoRoom, match="were not free within 0 s"), arena.room(64, 0.0):
+            pass
+        assert not order
+    for one in threads:
+        one.join(60.0)
+    assert order == ["large", "small"]
 
 
 @pytest.mark.parametrize(
