@@ -132,6 +132,6 @@ def _go_on(job: Job) -> Pause | None:
     """None: it is over."""
     try:
         return next(job, None)
-    except Exception:  # its room ends by its deadline
+    except Exception:  # its room ends by a deadline, on either side
         logger.exception("internal error: a digest could not be made")
         return None

@@ -289,6 +289,8 @@ class PrefillSide(Side):
                 self._executor.submit(rooms.WriteBegan(room, began_s))
             case rooms.Digest():
                 self._digests.make(instruction)
+            case rooms.Undigested(room, reason):
+                self._digests.gave_up(room, reason)
             case rooms.LookAgain(key):
                 self._digests.look_again(instruction, self._links[key].rank)
             case rooms.AwaitEvents():

@@ -28,6 +28,7 @@ from sglang_mooncake.kept_bytes import KeptBytes
 from sglang_mooncake.layout import differences
 from sglang_mooncake.messages import ListDigests, RoomDiffers, RoomDigests
 from sglang_mooncake.rooms.prefill_events import Digest, Digested, LookAgain
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.sent_lately import Found, SentDigest, SentLately, look
 from sglang_mooncake.stats import Recorder
 
@@ -67,6 +68,10 @@ class SentDigests:
     def make(self, asked: Digest) -> None:
         """`post` is called with `Digested`."""
         self._thread.add(self._made(asked))
+
+    def gave_up(self, room: Room, reason: str) -> None:
+        """The room waits no longer for its digests."""
+        self._unmade.log(f"no digests of room {room.number}: {reason}", te.DigestError(reason))
 
     def look_again(self, asked: LookAgain, decode_rank: str) -> None:
         """Only an answer to digests that were sent becomes a job: a decode rank that floods this

@@ -39,6 +39,7 @@ from sglang_mooncake.rooms.prefill_events import (
     Requested,
     RoomAborted,
     Tell,
+    Undigested,
     WaitsForPrompt,
     Write,
     WriteBegan,
@@ -53,6 +54,7 @@ from sglang_mooncake.rooms.prefill_room import (
     leads_elsewhere,
     overdue,
     peer_gave_up,
+    undigested,
 )
 from sglang_mooncake.rooms.prefill_table import PrefillTable
 from sglang_mooncake.rooms.recipient import PairPlan, Recipient
@@ -88,6 +90,7 @@ __all__ = [
     "RoomAborted",
     "Tell",
     "Tick",
+    "Undigested",
     "WaitsForPrompt",
     "Write",
     "WriteBegan",
@@ -437,6 +440,12 @@ class PrefillRooms:
         if self._is_over(record):
             yield from self._table.forget(record, Step.QUIET)
 
+    def _without_digests(self, record: PrefillRoom, why: str) -> Iterator[Instruction]:
+        """Its pages may be used again: what is digested too late is thrown away."""
+        yield Undigested(record.room, why)
+        for peer in tuple(record.digesting):
+            yield from self._digested(Digested(record.room, peer, None, why))
+
     @staticmethod
     def _is_over(record: PrefillRoom) -> bool:
         return record.is_quiet and record.view.state in (RoomState.ALL_SENT, RoomState.ENDING)
@@ -452,6 +461,8 @@ class PrefillRooms:
                 instructions += self._table.end(record, RoomState.FAILED, hangs)
             elif late := overdue(record, self._deadlines, now_s):
                 instructions += self._table.end(record, RoomState.TIMED_OUT, late)
+            elif why := undigested(record, self._deadlines, now_s):
+                instructions += self._without_digests(record, why)
         return instructions + self._requests.tick(now_s)
 
 

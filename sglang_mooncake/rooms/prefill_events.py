@@ -48,6 +48,7 @@ __all__ = [
     "RoomAborted",
     "StreamEvent",
     "Tell",
+    "Undigested",
     "WaitsForPrompt",
     "Write",
     "WriteBegan",
@@ -269,7 +270,7 @@ class Write:
 @dataclass(frozen=True, slots=True, eq=False)
 class Digest:
     """The last write to a peer has begun, and its completion record announces digests: make them of
-    these cells; `Digested` follows in any case. The room keeps its pages until then.
+    these cells; `Digested` follows. The room keeps its pages until then, or `Deadlines.digest_s`.
 
     nbytes: of all cells, as their writes count them.
     lists: the cells, for the thread that reads them; raises ValueError.
@@ -290,6 +291,14 @@ class LookAgain:
 
     peer: str
     message: RoomDiffers
+
+
+@dataclass(frozen=True, slots=True)
+class Undigested:
+    """Say in the log why digests of this room are waited for no more."""
+
+    room: Room
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -329,4 +338,15 @@ class Tell:
     message: RoomComputed | RoomDigests | RoomFailed
 
 
-Instruction = Met | AwaitEvents | Write | Digest | LookAgain | CancelWrites | Tell | FellBack | Over
+Instruction = (
+    Met
+    | AwaitEvents
+    | Write
+    | Digest
+    | Undigested
+    | LookAgain
+    | CancelWrites
+    | Tell
+    | FellBack
+    | Over
+)

@@ -27,6 +27,7 @@ __all__ = [
     "leads_elsewhere",
     "overdue",
     "peer_gave_up",
+    "undigested",
 ]
 
 #: A decode rank that knows the right address links to this rank in a fraction of it, and a client
@@ -112,6 +113,12 @@ class Deadlines:
         """For what the scheduler has said to be filled on the GPU."""
         return self.chunk_s / 2
 
+    @property
+    def digest_s(self) -> float:
+        """For digests, from the last chunk on. Decode ranks wait twice as long: one of a sample
+        arrives without them."""
+        return self.chunk_s / 4
+
 
 def overdue(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:
     """Why a room has waited for too long; None if it has not."""
@@ -154,6 +161,17 @@ def gpu_hangs(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | 
     return (
         f"the GPU did not fill the pages that were sent for room {record.room.number} within "
         f"{waited_s:.0f} s ({deadlines.names.waiting})"
+    )
+
+
+def undigested(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:
+    """Why digests of a room are waited for no more; None if they are, or there are none."""
+    waited_s = now_s - record.moved_s
+    if not record.digesting or waited_s < deadlines.digest_s:
+        return None
+    return (
+        f"not made within {waited_s:.0f} s (half of {deadlines.names.waiting}): the thread that "
+        "makes digests hangs or has ended"
     )
 
 

@@ -318,6 +318,21 @@ def test_one_of_a_sample_arrives_though_its_digest_cannot_be_made(
         cannot_read(pair, side, error, monkeypatch)
         for number in (1, 2):
             source, target = hand_over(pair, number)
+def test_a_room_whose_digests_never_come_ends(monkeypatch, caplog):
+    go_on, asked = late_digests(monkeypatch)
+    with pair_of() as pair:
+        source, target = begin(pair)
+        assert asked.wait()
+        until(lambda: source.view.state is RoomState.ALL_SENT, "all is sent")
+        rooms = pair.prefill.side._rooms
+        rooms._deadlines = replace(rooms._deadlines, chunk_s=0.0)
+        until(lambda: source.view.over and target.view.over, "both sides know")
+        go_on.set()
+    assert "no digest of what was sent: not made within 0 s" in source.view.reason
+    assert "prefill side: no digest of what was sent" in target.view.reason
+    assert "no digests of room 1: not made within 0 s" in caplog.text
+
+
             assert pair.decode.side.has_arrived(target)
             pair.decode.side.arrived(target)
             until(partial(is_done, source), "the prefill side is done")

@@ -32,6 +32,8 @@ from sglang_mooncake.rooms.prefill import (
     LookAgain,
     Over,
     Requested,
+    Tick,
+    Undigested,
     Write,
 )
 from sglang_mooncake.rooms.room import Room
@@ -134,6 +136,51 @@ def test_digests_that_come_when_the_room_is_ending_are_told_to_nobody():
     room, _ = sent(rooms)
     rooms.handle(Broken(room, "because"), 0)
     assert rooms.handle(Digested(room, "a", DIGESTS), 0) == []
+
+
+DIGEST_S = CHUNK_TIMEOUT_S / 4
+
+
+@pytest.mark.parametrize("verify", [Verify.SAMPLE, Verify.ALL])
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_room_whose_digests_never_come_keeps_its_pages_for_a_time(verify, is_ending):
+    rooms = prefill_rooms(verify, random=SAMPLE_ROOMS)
+    room, _ = sent(rooms)
+    rooms.handle(ended(rooms, room), 0)
+    rooms.handle(ended(rooms, room), 0)
+    if is_ending:
+        rooms.handle(Broken(room, "because"), 0)
+    assert rooms.handle(Tick(), DIGEST_S - 0.1) == []
+    said, *told, over = rooms.handle(Tick(), DIGEST_S)
+    assert isinstance(said, Undigested)
+    assert said.reason.startswith("not made within 10 s (half of waiting_s): the thread that")
+    assert isinstance(over, Over)
+    if is_ending:
+        assert not told
+        assert (room.view.state, room.view.reason) == (RoomState.FAILED, "because")
+    elif verify is Verify.ALL:
+        assert isinstance(told[0].message, RoomFailed)
+        assert (room.view.state, room.view.reason) == (
+            RoomState.FAILED,
+            f"no digest of what was sent: {said.reason}",
+        )
+    else:
+        assert told[0].message.failure == said.reason
+        assert room.view.state is RoomState.DONE
+    assert len(told) == (not is_ending)
+    assert rooms.handle(Digested(room, "a", DIGESTS), DIGEST_S) == [], "too late"
+
+
+def test_digests_that_come_too_late_end_no_write():
+    """It has a deadline of its own, in the engine."""
+    rooms = prefill_rooms(Verify.SAMPLE, random=SAMPLE_ROOMS)
+    room, _ = sent(rooms)
+    rooms.handle(Tick(), DIGEST_S)
+    assert room.view.state is RoomState.ALL_SENT
+    assert rooms.handle(Tick(), 10 * DIGEST_S) == []
+    rooms.handle(ended(rooms, room), DIGEST_S)
+    rooms.handle(ended(rooms, room), DIGEST_S)
+    assert room.view.state is RoomState.DONE
 
 
 def test_memory_is_looked_at_again_though_the_room_is_over():
