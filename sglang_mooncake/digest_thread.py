@@ -68,7 +68,8 @@ class DigestThread:
     each of its peers, and one more where a decode rank has answered that what it has differs."""
 
     def __init__(self, name: str) -> None:
-        self._new: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # No SimpleQueue: it may wait for ever with a short time-out (see `gpu_events.py`).
+        self._new: queue.Queue[Job | None] = queue.Queue()
         self._at_work: deque[Job] = deque()
         self._waiting: list[Job] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
