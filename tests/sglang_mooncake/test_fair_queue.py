@@ -28,20 +28,30 @@ def test_who_has_enough_at_work_lets_others_go_first():
 )
 def test_all_that_is_added_is_taken_once_within_the_limits(at_work, of_one_owner, steps):
     queue: FairQueue[int] = FairQueue(at_work, of_one_owner, waiting=10)
-    added, taken, under_way = 0, [], []
+    added, waiting, taken, under_way = 0, [], [], []
     for step in [*steps, *["take", "done"] * 60]:
         if step == "take":
             work = queue.take()
+            room = len(under_way) < at_work
+            may = [
+                number
+                for number, owner in waiting
+                if sum(one.owner == owner for one in under_way) < of_one_owner
+            ]
+            assert (None if work is None else work.item) == (may[0] if room and may else None)
             if work is not None:
+                waiting.remove((work.item, work.owner))
                 taken.append(work.item)
                 under_way.append(work)
         elif step == "done":
             if under_way:
                 queue.done(under_way.pop(0))
         else:
-            waiting = len(queue)
-            assert queue.add(step, added, 0.0) is (waiting < 10)
-            added += waiting < 10
+            assert len(queue) == len(waiting)
+            assert queue.add(step, added, 0.0) is (len(waiting) < 10)
+            if len(waiting) < 10:
+                waiting.append((added, step))
+                added += 1
         assert len(under_way) <= at_work
         for owner in "abc":
             assert sum(work.owner == owner for work in under_way) <= of_one_owner
