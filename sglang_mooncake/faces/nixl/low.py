@@ -385,7 +385,7 @@ class Agent:
         were prepared."""
         request = Request(
             remote,
-            opened.workers,
+            opened.ending,
             lambda data, then: opened.notification(remote, data, then),
             operation == Operation.NIXL_READ,
             blocks,

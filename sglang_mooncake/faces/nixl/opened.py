@@ -27,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 CONNECTING_THREADS: Final = 16
 """Agents that are connected to at once; the sum of calls that wait is bounded, too."""
+ENDING_THREADS: Final = 16
+"""For transfers that have failed or that nobody wants any more. A peer that stands still holds each
+of its own for a second or more: of one peer `ENDING_OF_ONE` end at a time, and nobody who is being
+connected waits for them."""
+ENDING_OF_ONE: Final = 4
 CALLS_MAX: Final = 65_536
 
 
@@ -93,7 +98,10 @@ class Opened:
     def __init__(self, name: str, options: Options, engine: te.Engine) -> None:
         self.name: Final = name
         self.engine: Final = engine
-        self.workers: Final = Workers(f"nixl-{engine.id[:8]}", CONNECTING_THREADS, CALLS_MAX)
+        self.connecting: Final = Workers(f"nixl-{engine.id[:8]}", CONNECTING_THREADS, CALLS_MAX)
+        self.ending: Final = Workers(
+            f"nixl-ends-{engine.id[:8]}", ENDING_THREADS, CALLS_MAX, ENDING_OF_ONE
+        )
         self.memory: Final = Memory(engine)
         self.remotes: Final = Remotes(name, self._link)
         self._notices: Final = options.make_notices(engine)
@@ -154,8 +162,9 @@ class Opened:
     def close(self) -> None:
         """Fails what is under way. Idempotent."""
         self.abandoned.close()
-        self.workers.close()
+        self.connecting.close()
+        self.ending.close()
         self.engine.close()
 
     def _link(self, card: bytes) -> Link:
-        return Link(self.engine, card, self.workers)
+        return Link(self.engine, card, self.connecting)

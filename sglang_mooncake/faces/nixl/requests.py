@@ -233,7 +233,7 @@ class Request:
     def _later(self, call: Callable[[float], None]) -> bool:
         """By a worker; False if none takes it."""
         try:
-            return self._workers.submit(call)
+            return self._workers.submit(call, self._remote.identity[0])
         except RuntimeError as exc:  # No thread can be started just now.
             logger.warning("nixl over te: %s", exc)
             return False

@@ -28,6 +28,7 @@ from sglang_mooncake.faces.nixl.names import (
     NotSupported,
     RepostActive,
 )
+from sglang_mooncake.faces.nixl.opened import CONNECTING_THREADS, ENDING_THREADS
 
 KIB = 1024
 
@@ -262,10 +263,44 @@ def test_a_read_that_failed_ends_when_no_thread_can_be_started(pair, monkeypatch
     def no_thread(*arguments: object) -> bool:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(a.agent._opened.workers, "submit", no_thread)
+    monkeypatch.setattr(a.agent._opened.ending, "submit", no_thread)
     handle = handle_of(a, "READ", here, there)
     a.transfer(handle)
     assert ended(a, handle) == "ERR"
+
+
+def test_transfers_that_do_not_end_keep_no_other_agent_waiting(pair, monkeypatch) -> None:
+    """Neither one that is being connected nor one whose transfers fail."""
+    a, b = pair
+    here, there = registered(a, KIB), np.zeros(KIB, np.uint8)
+    is_over, cancel = threading.Event(), te.Transfer.cancel
+
+    def cancels(transfer: te.Transfer) -> None:
+        if transfer._describe.__self__.id == b.agent._opened.engine.id:
+            assert is_over.wait(60.0)
+        cancel(transfer)
+
+    def failing(one: nixl_agent, count: int) -> list:
+        descs = one.register_memory([(there.ctypes.data, KIB, 0, "")], "DRAM")
+        a.add_remote_agent(one.get_agent_metadata())
+        one.deregister_memory(descs)
+        handles = [handle_of(a, "READ", here, there, name=one.name) for _ in range(count)]
+        for handle in handles:
+            a.transfer(handle)
+        return handles
+
+    monkeypatch.setattr(te.Transfer, "cancel", cancels)
+    slow = failing(b, CONNECTING_THREADS + ENDING_THREADS)
+    for handle in slow:
+        request = a.agent._requests[handle.number]
+        wait_until(lambda of=request: of._ending is not None, "it has failed")
+    try:
+        (other,) = failing(agent("c"), 1)
+        assert ended(a, other) == "ERR"
+        assert {a.check_xfer_state(one) for one in slow} == {"PROC"}
+    finally:
+        is_over.set()
+    assert {ended(a, one) for one in slow} == {"ERR"}
 
 
 def test_more_transfers_than_te_takes_wait_here() -> None:
@@ -464,7 +499,7 @@ def test_a_handle_may_go_in_the_middle_of_anything(pair) -> None:
     a.transfer(handles[0])
 
     def collects() -> None:
-        with a.agent._opened.workers._lock, request._lock:
+        with a.agent._opened.ending._lock, request._lock:
             handles.clear()
 
     thread = threading.Thread(target=collects, daemon=True)
