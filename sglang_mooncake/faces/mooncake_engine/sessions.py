@@ -27,6 +27,8 @@ from sglang_mooncake.faces.mooncake_engine.exchange import (
 __all__ = ["Sessions", "ask", "host_and_port"]
 
 ASK_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 60.0
+"""For somebody else's attempt to connect, which has time-outs of its own that are shorter."""
 SESSIONS_MAX: Final = 1024
 """Connected engines. For one more, the connection is closed that was not used for longest."""
 
@@ -70,10 +72,18 @@ def _exactly(connection: socket.socket, nbytes: int, deadline_s: float) -> bytes
 
 
 @dataclass(eq=False)
-class _Session:
-    #: Held by who connects; others that want the same engine wait for him.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+class _Attempt:
+    """To connect, by one caller for all that want the same engine meanwhile."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
     peer: te.Peer | None = None
+    problem: str = ""
+
+
+@dataclass(eq=False)
+class _Session:
+    peer: te.Peer | None = None
+    attempt: _Attempt | None = None
 
 
 class Sessions:
@@ -101,17 +111,44 @@ class Sessions:
             ValueError: the session is not a host and a port.
         """
         host_and_port(session)
-        one = self._one(session)
-        with one.lock:
-            if one.peer is None or not one.peer.alive:
-                one.peer = self._engine.connect(self.ask(session).card)
-            return one.peer
+        found, is_mine = self._join(session)
+        if not isinstance(found, _Attempt):
+            return found
+        if is_mine:
+            return self._connect(session, found)
+        if not found.ended.wait(CONNECT_TIMEOUT_S):
+            raise NoCard(f"session {session}: not connected within {CONNECT_TIMEOUT_S} s")
+        if found.peer is None:
+            raise NoCard(f"another call has just tried: {found.problem}")
+        return found.peer
 
-    def _one(self, session: str) -> _Session:
+    def _connect(self, session: str, attempt: _Attempt) -> te.Peer:
+        try:
+            attempt.peer = self._engine.connect(self.ask(session).card)
+            return attempt.peer
+        except BaseException as exc:
+            attempt.problem = str(exc) or repr(exc)
+            raise
+        finally:
+            with self._lock:
+                one = self._known.get(session)
+                if one is not None and one.attempt is attempt:
+                    one.peer, one.attempt = attempt.peer, None
+            attempt.ended.set()
+
+    def _join(self, session: str) -> tuple[te.Peer | _Attempt, bool]:
+        """The engine if it is connected, else an attempt to connect, and whether the caller is to
+        make it."""
         with self._lock:
             one = self._known.setdefault(session, _Session())
             self._known.move_to_end(session)
-            gone = self._known.popitem(last=False)[1] if len(self._known) > self._most else None
-        if gone is not None and gone.peer is not None:
-            gone.peer.close()
-        return one
+            is_full = len(self._known) > self._most
+            gone = self._known.popitem(last=False)[1].peer if is_full else None
+            is_connected = one.peer is not None and one.peer.alive
+            found, is_mine = one.peer if is_connected else one.attempt, False
+            if found is None:
+                found = one.attempt = _Attempt()
+                is_mine = True
+        if gone is not None:
+            gone.close()
+        return found, is_mine

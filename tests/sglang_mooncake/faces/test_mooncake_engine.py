@@ -7,11 +7,14 @@ import gc
 import json
 import signal
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-from typing import Any
 import pytest
 from engine_far import P2P, FarFace, near
 from te_far import pattern, wait_until
@@ -19,8 +22,10 @@ from te_ports import two_ports
 
 import te
 from sglang_mooncake.faces.mooncake_engine import engine as engine_module
+from sglang_mooncake.faces.mooncake_engine import sessions as sessions_module
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, settle
 from sglang_mooncake.faces.mooncake_engine.engine import TransferEngine
+from sglang_mooncake.faces.mooncake_engine.exchange import NoCard
 from sglang_mooncake.faces.mooncake_engine.sessions import Sessions
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import engine_options
@@ -382,6 +387,51 @@ def test_ipv6(ended) -> None:
     session = f"[::1]:{engines[0].get_rpc_port()}"
     assert engines[1].transfer_sync_write(session, here.ctypes.data, there.ctypes.data, 100) == 0
     assert (here == there).all()
+
+
+def test_who_wants_an_engine_that_cannot_be_reached_waits_for_one_attempt(monkeypatch) -> None:
+    """Each attempt takes seconds; ten threads would take ten times as long."""
+    engine: Any = SimpleNamespace(connect=pytest.fail)
+    sessions, count = Sessions(engine, ()), 10
+    join, joined, asked = sessions._join, threading.Semaphore(0), list[str]()
+
+    def joins(session: str) -> Any:
+        found = join(session)
+        joined.release()
+        return found
+
+    def fails(session: str) -> Any:
+        asked.append(session)
+        for _ in range(count):
+            joined.acquire()
+        raise NoCard(f"session {session}: no route to host")
+
+    def problem(_: int) -> str:
+        with pytest.raises(NoCard) as caught:
+            sessions.peer("10.0.0.9:15000")
+        return str(caught.value)
+
+    monkeypatch.setattr(sessions, "_join", joins)
+    monkeypatch.setattr(sessions, "ask", fails)
+    with ThreadPoolExecutor(count) as threads:
+        said = list(threads.map(problem, range(count)))
+    assert len(asked) == 1
+    assert sorted(said)[-1] == "session 10.0.0.9:15000: no route to host"
+    others = "another call has just tried: session 10.0.0.9:15000: no route to host"
+    assert sorted(said)[:-1] == [others] * (count - 1)
+
+    count = 1
+    assert "no route to host" in problem(0), "the next one tries again"
+    assert len(asked) == 2
+
+
+def test_nobody_waits_for_ever_for_the_attempt_of_another_call(monkeypatch) -> None:
+    nobody: Any = None
+    sessions = Sessions(nobody, ())
+    monkeypatch.setattr(sessions_module, "CONNECT_TIMEOUT_S", 0.0)
+    assert sessions._join("10.0.0.9:15000")[1], "it is this one's attempt"
+    with pytest.raises(NoCard, match=r"10\.0\.0\.9:15000: not connected within 0\.0 s"):
+        sessions.peer("10.0.0.9:15000")
 
 
 def test_the_connection_not_used_for_longest_goes_for_a_new_one() -> None:

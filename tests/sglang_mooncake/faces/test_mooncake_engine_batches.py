@@ -197,7 +197,7 @@ def test_who_has_the_address_of_a_peer_that_ended_gets_no_message(
     def settle(*arguments: Any) -> None:
         former(*arguments)
         sessions.peer(pair.session).close()
-        sessions._one(pair.session).peer = pair.source._opened.engine.connect(
+        sessions._known[pair.session].peer = pair.source._opened.engine.connect(
             other._opened.engine.card()
         )
 
