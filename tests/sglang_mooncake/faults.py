@@ -12,26 +12,27 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from handover import Handover
+from handover import Handover, until
 
 import te
 from te.peers import Peer
 
-__all__ = ["FAULTS", "Fault", "faulty", "landed_then"]
+__all__ = ["FAULTS", "Fault", "delays_a_block", "faulty", "landed_then"]
 
 
 @dataclass
 class Planted:
-    """What a fault does to the one write of a hand-over.
+    """What a fault does to one write of a hand-over.
 
     blocks: instead of those that were asked for.
     before: is called before the prefill rank makes its digests, and `landed` before the decode
-        rank does, once everything counts as landed.
+        rank does, once everything counts as landed; `compared` once it has.
     """
 
     blocks: te.Blocks
     before: Callable[[], None] = lambda: None
     landed: Callable[[], None] = lambda: None
+    compared: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -92,15 +93,14 @@ def writes_a_block_a_page_further(spot: Spot) -> Planted:
 
 
 def delays_a_block(spot: Spot) -> Planted:
-    """It is in the engine's hands when everything counts, and lands later: here, never."""
-    block = spot.blocks.array[0]
-    place = spot.memory(int(block["dst"]), int(block["nbytes"]))
-    before = place.copy()
+    """It lands once everything counts, completion record and all, and has been compared."""
+    block, nbytes = spot.blocks.array[0], int(spot.blocks.array[0]["nbytes"])
+    sent = spot.memory(int(block["src"]), nbytes).copy()
 
-    def hold_back() -> None:
-        place[:] = before
+    def land() -> None:
+        spot.memory(int(block["dst"]), nbytes)[:] = sent
 
-    return Planted(spot.blocks, landed=hold_back)
+    return Planted(drops_a_block(spot).blocks, compared=land)
 
 
 def uses_a_page_again_at_the_source(spot: Spot) -> Planted:
@@ -134,22 +134,25 @@ FAULTS: tuple[Fault, ...] = (
 
 
 @contextmanager
-def faulty(pair: Handover, fault: Fault) -> Iterator[list[Planted]]:
-    """The fault is in each write of the prefill rank; yields those that happened."""
+def faulty(pair: Handover, fault: Fault, nth: int = 0) -> Iterator[list[Planted]]:
+    """The fault is in the nth write of the prefill rank; yields those that happened."""
     planted: list[Planted] = []
-    write = Peer.write
-    sent = pair.prefill.side._digests
-    message = sent._message
+    write, writes = Peer.write, list[te.Blocks]()
+    sent, landed = pair.prefill.side._digests, pair.decode.side._digests
+    message, post = sent._message, landed.post
 
     def wrong(peer: Peer, blocks: te.Blocks, tag: int = 0) -> te.Transfer:
+        writes.append(blocks)
+        if len(writes) != nth + 1:
+            return write(peer, blocks, tag)
         one = fault(Spot(pair, blocks, pair.prefill.engine, kept))
         planted.append(one)
         return write(peer, one.blocks, tag)
 
     def used(asked):  # type: ignore[no-untyped-def]
         # The engine has read the pages: what it reads later would be digested like that, too.
-        while pair.decode.side._engine.arrived(tag_of(pair)) == 0:
-            pass
+        engine, tag = pair.decode.side._engine, tag_of(pair)
+        until(lambda: engine.arrived(tag) == len(writes), "all has arrived")
         for one in planted:
             one.before()
         return message(asked)
@@ -158,11 +161,17 @@ def faulty(pair: Handover, fault: Fault) -> Iterator[list[Planted]]:
         for one in planted:
             one.landed()
 
+    def compared(outcome: Any) -> None:
+        for one in planted:
+            one.compared()
+        post(outcome)
+
     kept: list[np.ndarray] = []
     with (
         mock.patch.object(Peer, "write", wrong),
         mock.patch.object(sent, "_message", used),
-        mock.patch.object(pair.decode.side._digests, "landed", landed_then(pair, spoil)),
+        mock.patch.object(landed, "landed", landed_then(pair, spoil)),
+        mock.patch.object(landed, "post", compared),
     ):
         yield planted
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS, Fault, faulty, landed_then
+from faults import FAULTS, Fault, delays_a_block, faulty, landed_then
 from fleet import Model, RankMemory
 from handover import (
     LAYERS,
@@ -39,6 +40,7 @@ from sglang_mooncake.rooms.prefill import Chunk, PrefillRooms
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
+from te.peers import Peer
 
 SOURCES, TARGETS = [1, 2, 3, 40], [5, 6, 7, 30]
 
@@ -51,12 +53,28 @@ def pair_of(transport: str = "tcp", **more: Any) -> Iterator[Handover]:
         yield pair
 
 
-def hand_over(pair: Handover, number: int = 1) -> tuple[Room, Room]:
+def at_once(pair: Handover, source: Room) -> None:
+    pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+
+
+def layers_early(pair: Handover, source: Room) -> None:
+    pair.prefill.side.send_layers(source, np.array(SOURCES), 0, LAYERS - 1)
+    at_once(pair, source)
+
+
+def in_two_chunks(pair: Handover, source: Room) -> None:
+    pair.prefill.send(source, SOURCES[:2], 0, aux_slot=None)
+    pair.prefill.send(source, SOURCES[2:], 2, aux_slot=9)
+
+
+def hand_over(
+    pair: Handover, number: int = 1, send: Callable[[Handover, Room], None] = at_once
+) -> tuple[Room, Room]:
     """Until the room has arrived or has failed."""
     source, target = pair.open_both(number)
     pair.name_pages(target, TARGETS, aux=3)
     until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
-    pair.prefill.send(source, SOURCES, 0, aux_slot=9)
+    send(pair, source)
     until(
         lambda: pair.decode.side.has_arrived(target) or target.view.decided, "the room is decided"
     )
@@ -92,11 +110,16 @@ def test_nothing_is_digested_where_neither_side_wants_it():
         assert not totals(pair.decode)["cells"]
 
 
+#: Which writes a request has, and in which of them there is a fault.
+SENT = [(at_once, 0), (layers_early, 0), (in_two_chunks, 1)]
+
+
+@pytest.mark.parametrize(("send", "nth"), SENT, ids=[one.__name__ for one, _ in SENT])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("fault", FAULTS, ids=[one.__name__ for one in FAULTS])
-def test_every_fault_is_found_and_named(transport, fault: Fault):
-    with pair_of(transport) as pair, faulty(pair, fault) as planted:
-        source, target = hand_over(pair)
+def test_every_fault_is_found_and_named(transport, fault: Fault, send, nth):
+    with pair_of(transport) as pair, faulty(pair, fault, nth) as planted:
+        source, target = hand_over(pair, send=send)
         assert planted, "the fault has happened"
         until(lambda: target.view.over, "the room has failed")
         assert target.view.state is RoomState.FAILED
@@ -106,6 +129,8 @@ def test_every_fault_is_found_and_named(transport, fault: Fault):
             assert what in reason
         assert totals(pair.decode)["different"] == 1
         until(lambda: source.view.over, "the prefill side is told")
+        if fault is delays_a_block:  # It has landed all the same, when all had been compared.
+            np.testing.assert_array_equal(pair.target.kv[:, TARGETS], pair.source.kv[:, SOURCES])
     assert not pair.decode.side.has_arrived(target)
 
 
@@ -130,6 +155,29 @@ def test_of_sampled_requests_one_of_some_is_compared(monkeypatch):
             compared.append(bool(target.view.verified))
             pair.decode.side.arrived(target)
         assert compared == [True, False, False, True]
+
+
+def test_what_is_compared_is_drawn_once_the_engine_has_all_writes(monkeypatch):
+    """Nothing that moves the bytes can know which of them are looked at."""
+    happened: list[str] = []
+    write = Peer.write
+
+    def writes(peer: Peer, blocks: te.Blocks, tag: int = 0) -> te.Transfer:
+        transfer = write(peer, blocks, tag)
+        happened.append("write")
+        return transfer
+
+    def draws(bits: int) -> int:
+        happened.append("draw")
+        return 7
+
+    with pair_of(verify=(Verify.SAMPLE, Verify.OFF)) as pair:
+        sampled(pair, monkeypatch)
+        monkeypatch.setattr(Peer, "write", writes)
+        monkeypatch.setattr(sent_digests, "secrets", SimpleNamespace(randbits=draws))
+        _, target = hand_over(pair, send=in_two_chunks)
+        assert target.view.verified
+    assert happened == ["write", "write", "draw"]
 
 
 @given(st.lists(st.none() | st.floats(0, 0.1), min_size=1, max_size=50))
@@ -270,6 +318,21 @@ def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
         until(lambda: source.view.state is RoomState.DONE, "the prefill side is done")
 
 
+def test_a_room_whose_digests_never_come_ends(monkeypatch, caplog):
+    go_on, asked = late_digests(monkeypatch)
+    with pair_of() as pair:
+        source, target = begin(pair)
+        assert asked.wait()
+        until(lambda: source.view.state is RoomState.ALL_SENT, "all is sent")
+        rooms = pair.prefill.side._rooms
+        rooms._deadlines = replace(rooms._deadlines, chunk_s=0.0)
+        until(lambda: source.view.over and target.view.over, "both sides know")
+        go_on.set()
+    assert "no digest of what was sent: not made within 0 s" in source.view.reason
+    assert "prefill side: no digest of what was sent" in target.view.reason
+    assert "no digests of room 1: not made within 0 s" in caplog.text
+
+
 #: What may go wrong with digests themselves, and what is said of it.
 TROUBLES = [
     (te.DigestError("the device is lost"), "the device is lost"),
@@ -318,21 +381,6 @@ def test_one_of_a_sample_arrives_though_its_digest_cannot_be_made(
         cannot_read(pair, side, error, monkeypatch)
         for number in (1, 2):
             source, target = hand_over(pair, number)
-def test_a_room_whose_digests_never_come_ends(monkeypatch, caplog):
-    go_on, asked = late_digests(monkeypatch)
-    with pair_of() as pair:
-        source, target = begin(pair)
-        assert asked.wait()
-        until(lambda: source.view.state is RoomState.ALL_SENT, "all is sent")
-        rooms = pair.prefill.side._rooms
-        rooms._deadlines = replace(rooms._deadlines, chunk_s=0.0)
-        until(lambda: source.view.over and target.view.over, "both sides know")
-        go_on.set()
-    assert "no digest of what was sent: not made within 0 s" in source.view.reason
-    assert "prefill side: no digest of what was sent" in target.view.reason
-    assert "no digests of room 1: not made within 0 s" in caplog.text
-
-
             assert pair.decode.side.has_arrived(target)
             pair.decode.side.arrived(target)
             until(partial(is_done, source), "the prefill side is done")
