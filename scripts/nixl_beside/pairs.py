@@ -37,6 +37,8 @@ Found: TypeAlias = Answers | Served
 class Question(NamedTuple):
     ask: Callable[[], tuple[int, ...]]
     right: tuple[int, ...]
+    #: Without what the other server has computed.
+    compute_s: float
 
 
 def prefill_stopped(pair: Pair, asked: Known, options: BesideOptions) -> Served:
@@ -67,9 +69,9 @@ def prefill_killed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
 
 def decode_killed(pair: Pair, asked: Known, options: BesideOptions) -> Answers:
     """Meanwhile the prefill server is asked as an ordinary one."""
-    question = Question(
-        lambda: timed(pair.prefill, asked.requests[-1]).output_ids, asked.answers[-1].output_ids
-    )
+    request, right = asked.requests[-1], asked.answers[-1].output_ids
+    compute_s = timed(pair.prefill, request).elapsed_s
+    question = Question(lambda: timed(pair.prefill, request).output_ids, right, compute_s)
 
     def kill(clients: Clients) -> Served:
         return _restart(pair, pair.decode, clients, question, options.patience_s)
@@ -147,12 +149,13 @@ def _promised(pair: Pair, asked: Known) -> Question:
     """To the decode server, for the longest prompt: the prefill server has computed it."""
     longest = max(range(len(asked.requests)), key=lambda at: len(asked.requests[at].input_ids))
     body = body_of(asked.requests[longest])
+    compute_s = timed(pair.decode, asked.requests[longest]).elapsed_s
     params = ask_prefill(pair.prefill.url, body)
 
     def ask() -> tuple[int, ...]:
         return tuple(ask_decode(pair.decode.url, body, params)["choices"][0]["token_ids"])
 
-    return Question(ask, asked.answers[longest].output_ids)
+    return Question(ask, asked.answers[longest].output_ids, compute_s)
 
 
 def _served(question: Question, patience_s: float, then: Callable[[], None]) -> Served:
@@ -167,7 +170,7 @@ def _served(question: Question, patience_s: float, then: Callable[[], None]) -> 
     finally:
         then()
     waiting.join(_ANSWER_TIMEOUT_S)
-    return Served(after_s, patience_s, tokens == [question.right])
+    return Served(after_s, patience_s, tokens == [question.right], question.compute_s)
 
 
 def _under_traffic(

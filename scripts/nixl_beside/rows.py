@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -83,11 +84,20 @@ class Landed:
 
 @dataclass(frozen=True)
 class Served:
-    """One request. after_s: None if there was no answer as long as it was waited for."""
+    """One request. after_s: None if there was no answer as long as it was waited for. compute_s:
+    what a server takes for it that gets nothing from another one."""
 
     after_s: float | None
     waited_s: float
     is_right: bool
+    compute_s: float = 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """By the fault."""
+        if self.after_s is None or not self.is_right:
+            return math.inf
+        return max(self.after_s - self.compute_s, 0.0)
 
     def __str__(self) -> str:
         if self.after_s is None:
@@ -158,12 +168,19 @@ _MEASURED: Final[Mapping[str, Callable[[Any], float]]] = {
     "lists": lambda found: found.done.median_s,
     "post": lambda found: found.posted.median_s,
     "ttft": lambda found: found.median_s,
+    "prefill-stopped": lambda found: found.lost_s,
+    "prefill-killed": lambda found: found.meanwhile.lost_s,
 }
+#: Until te gives up a peer that stands still (SGLANG_MOONCAKE_STALL_TIMEOUT_S), and a second in
+#: which that is noticed and the prompt begun.
+_LOST_S: Final = 5.0 + 1.0
 #: Row → a bar of this package's time over NIXL's, and one in seconds.
 _BARS: Final[Mapping[str, tuple[float | None, float | None]]] = {
     "lists": (0.1, None),
     "post": (None, 0.060),
     "ttft": (0.8, None),
+    "prefill-stopped": (None, _LOST_S),
+    "prefill-killed": (None, _LOST_S),
 }
 
 
@@ -185,13 +202,17 @@ def _bars(row: str, cells: Mapping[str, Any]) -> list[str]:
     ours_s = _MEASURED[row](cells["te"])
     said = []
     if limit_s is not None:
-        said.append(
-            _verdict(row, f"{ours_s * 1e3:.3g} ms", f"{limit_s * 1e3:g} ms", ours_s <= limit_s)
-        )
+        said.append(_verdict(row, _time(ours_s), _time(limit_s), ours_s <= limit_s))
     if share is not None and "nixl" in cells:
         ratio = ours_s / _MEASURED[row](cells["nixl"])
         said.append(_verdict(row, f"{ratio:.3f} × NIXL's", f"{share:g} ×", ratio <= share))
     return said
+
+
+def _time(seconds: float) -> str:
+    if seconds == math.inf:
+        return "no right answer"
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 
 def _verdict(row: str, is_now: str, bar: str, is_reached: bool) -> str:

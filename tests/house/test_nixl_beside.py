@@ -58,10 +58,13 @@ def test_a_table_has_a_column_for_each_contender_and_says_where_the_bars_are() -
     def taking(seconds: float) -> Lists:
         return Lists(Spent([0.001]), Spent([seconds]), Spent([seconds] * 3), 10**9)
 
+    silent = Served(None, 30.0, is_right=False)
     lines = table(
         {
             "silent": {"te": Ended("ERR", 5.0), "nixl": Ended("PROC", 30.0)},
             "cut": {"te": "20 of 20 done"},
+            "prefill-stopped": {"te": Served(7.5, 30.0, True, 2.0), "nixl": silent},
+            "prefill-killed": {"te": Answers(3, 3, 0, 0, 2.5, meanwhile=silent)},
             "lists": {"te": taking(0.01), "nixl": taking(0.2)},
             "post": {"te": taking(0.05), "nixl": taking(0.2)},
             "ttft": {"te": Spent([0.9]), "nixl": Spent([1.0])},
@@ -69,8 +72,10 @@ def test_a_table_has_a_column_for_each_contender_and_says_where_the_bars_are() -
     )
     assert lines[0] == "|  | this package | NVIDIA's NIXL |"
     assert lines[3] == f"| {ROWS['cut']} | 20 of 20 done | – |"
-    assert "done after 10 ms (best 10 ms): 100 GB/s" in lines[4]
-    assert lines[-3:] == [
+    assert "done after 10 ms (best 10 ms): 100 GB/s" in lines[6]
+    assert lines[-5:] == [
+        "bar of `prefill-stopped`: 5.5 s, at most 6 s: reached",
+        "bar of `prefill-killed`: no right answer, at most 6 s: NOT reached",
         "bar of `lists`: 0.050 × NIXL's, at most 0.1 ×: reached",
         "bar of `post`: 50 ms, at most 60 ms: reached",
         "bar of `ttft`: 0.900 × NIXL's, at most 0.8 ×: NOT reached",

@@ -124,6 +124,7 @@ def test_an_answer_is_waited_for_only_so_long(
     assert isinstance(found, Served)
     assert found.is_right
     assert (found.after_s is None) == is_silent
+    assert found.compute_s == 1.0, "of an answer of the same server to the same prompt"
 
 
 def test_nobody_begins_a_request_while_clients_rest(pair: FakePair) -> None:
