@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -199,3 +201,57 @@ def test_their_package_is_found_without_loading_it(tmp_path: Path, monkeypatch) 
         ("OBJ", "POSIX"),
     )
     storage.installed.cache_clear()
+
+
+ROOT = Path(__file__).resolve().parents[3]
+NVIDIAS = ROOT / "build/peers/nixl"
+WRITES_A_FILE = """
+import os, sys
+import numpy as np
+from sglang_mooncake.sglang.drop_in import install
+install()
+from nixl._api import nixl_agent, nixl_agent_config
+
+NBYTES = 1 << 20
+one = nixl_agent("a", nixl_agent_config(backends=["UCX", "POSIX"]))
+memory = np.zeros(2 * NBYTES, np.uint8)
+memory[:NBYTES] = np.arange(NBYTES).astype(np.uint8)
+there = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+one.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+file = one.register_memory([(0, NBYTES, there, "")], "FILE", ["POSIX"])
+
+def moves(operation, at):
+    here = one.get_xfer_descs([(memory.ctypes.data + at, NBYTES, 0)], "DRAM")
+    handle = one.initialize_xfer(operation, here, file.trim(), "a", b"", ["POSIX"])
+    state = one.transfer(handle)
+    while state == "PROC":
+        state = one.check_xfer_state(handle)
+    assert state == "DONE", state
+    one.release_xfer_handle(handle)
+
+moves("WRITE", 0)
+memory[:NBYTES] = 0
+moves("READ", NBYTES)
+assert memory[NBYTES:].tobytes() == bytes(range(256)) * 4096
+one.deregister_memory(file)
+"""
+
+
+@pytest.mark.slow
+def test_nvidias_own_package_writes_and_reads_a_file(tmp_path: Path) -> None:
+    if not NVIDIAS.is_dir():
+        pytest.skip("scripts/setup peer nixl installs it")
+    path = tmp_path / "file"
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES_A_FILE, str(path)],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(NVIDIAS)]),
+            "SGLANG_MOONCAKE_HOST": "127.0.0.1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert path.read_bytes() == bytes(range(256)) * 4096
