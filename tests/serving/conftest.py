@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from cpu_serving.expectations import Layout, Reference, Serving
 from cpu_serving.nursery import Nursery
-from cpu_serving.servers import Fleet, base_environment
+from cpu_serving.servers import RESTING, Fleet, base_environment
 from patient import PATIENT, patient
 
 
@@ -28,6 +28,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resting() -> Iterator[None]:
+    """All servers, whoever starts them, but those of a layout that says otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RESTING.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

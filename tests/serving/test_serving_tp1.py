@@ -19,7 +19,7 @@ import requests
 from collector import Collected, Collector, collecting
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
-from cpu_serving.servers import HOST, Fleet, wait_ready
+from cpu_serving.servers import HOST, RESTING, Fleet, wait_ready
 from cpu_serving.stats import collect
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 from direct import in_a_room
@@ -47,7 +47,11 @@ def layout(collector: Collector) -> Layout:
     return Layout.equal(
         "tp1",
         extra_args=("--enable-metrics", *tracing, "--otlp-traces-endpoint", collector.url),
-        extra_env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+        # Their schedulers never rest, as on a user's machine.
+        extra_env={
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            **dict.fromkeys(RESTING, "0"),
+        },
     )
 
 

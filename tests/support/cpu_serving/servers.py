@@ -24,6 +24,7 @@ from cpu_serving.progress import no_tick
 
 __all__ = [
     "HOST",
+    "RESTING",
     "SHIM",
     "Fleet",
     "Pair",
@@ -42,6 +43,8 @@ Role = Literal["single", "prefill", "decode"]
 RouterKind = Literal["mini-lb", "sglang-router", "ours"]
 
 SHIM = Path(__file__).parent / "shim"
+#: Of servers that leave the processor to others while they wait (`shim/cpu_waits.py`).
+RESTING = {"CPU_SERVING_REST": "1"}
 # Of backends for CPUs, SGLang's for AMX alone has what speculative decoding needs; the shim has its
 # kernels. As the two sides' choice, as SGLang takes back the one for all without AMX.
 MTP_FLAGS = {

@@ -42,6 +42,8 @@ as memory of a GPU, which UCX refuses when it is not: NIXL's word for it then me
 it copies indices for Mooncake's sender by an event of a GPU: the sender then says that it takes
 ready ones, as those of other backends do.
 
+Servers of both may leave the processor to others while they wait, see `cpu_waits.py`.
+
 A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
 
 With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
@@ -199,6 +201,15 @@ def _of_lora(name: str) -> Patch:
     return patch
 
 
+def _of_waits(name: str) -> Patch:
+    def patch(module: ModuleType) -> None:
+        import cpu_waits
+
+        getattr(cpu_waits, name)(module)
+
+    return patch
+
+
 def _fork_vllm(module: ModuleType) -> None:
     module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
@@ -261,6 +272,7 @@ _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _VLLMS_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _AFTER: dict[str, Patch] = {
     "torch": stand_in_for_a_gpu,
+    "torch.distributed.distributed_c10d": _of_waits("share_a_loop"),
     "nixl_cu12._api": _take_host_memory,
     "sglang.srt.disaggregation.mooncake.conn": _take_ready_indices,
     "sglang.srt.disaggregation.encoder.receiver": _receive_in_host_memory,
@@ -271,6 +283,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.lora.backend.torch_backend": _of_lora("compute_unpinned"),
     "sglang.srt.lora.layers": _of_lora("make_unpinned"),
     "sglang.srt.lora.lora": _of_lora("keep_unpinned"),
+    "sglang.srt.managers.scheduler": _of_waits("rest_when_idle"),
     "sglang.srt.mem_cache.allocation": _locate_without_triton,
     "sglang.srt.mem_cache.pool_host.base": _of_hicache("use_all_memory"),
     "sglang.srt.mem_cache.pool_host.common": _of_hicache("allocate_plainly"),
@@ -280,6 +293,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
+    "vllm.distributed.device_communicators.shm_broadcast": _of_waits("wait_for_notices"),
     f"{_VLLMS_CONNECTORS}.mooncake.mooncake_connector": _name_a_device,
     f"{_VLLMS_CONNECTORS}.mooncake.store.worker": _compute_at_once,
     f"{_VLLMS_CONNECTORS}.nixl.base_worker": _leave_cores_alone,
