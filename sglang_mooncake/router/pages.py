@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
+    "LONG_NAMES",
     "NAMES_MAX",
     "NAME_BYTES",
     "TEXT_PAGE_BYTES",
+    "TOKENS_MAX",
+    "named_pages",
     "names_of",
     "own_names",
     "seed_of",
@@ -30,21 +33,31 @@ TEXT_PAGE_BYTES: Final = 256
 """Length of a page of text: about as many tokens as one of 64 has."""
 NAMES_MAX: Final = 8192
 """What comes behind so many pages is not named: each takes half a microsecond or more."""
+TOKENS_MAX: Final = 1 << 17
+"""But so many tokens are named at least, however short the pages are: so a server's own names reach
+as far as the router's, which have 16 tokens each. Pages of one token take 0.1 s then."""
+LONG_NAMES: Final = 1 << 10
+"""More names of pages than that take a millisecond or more: they are made beside the event loop."""
 _SALT_TAG: Final = b"sglang-cache-salt-v1\0"
 NAME_BYTES: Final = 8
 """Of a page's digest, by which events name it."""
 
 
+def named_pages(tokens: int, page_size: int) -> int:
+    """How many whole pages of a prompt with so many tokens are named."""
+    return min(tokens // page_size, max(NAMES_MAX, -(-TOKENS_MAX // page_size)))
+
+
 def token_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
-    """The digests of the first ``NAMES_MAX`` whole pages of ``tokens``; none where a token is no
-    number of 32 bits. Their first 16 bytes are the keys of the pages in the store.
+    """The digests of the first ``named_pages`` of ``tokens``; none where a token is no number of 32
+    bits. Their first 16 bytes are the keys of the pages in the store.
 
     A digest is SHA-256 over the one before it and the page's tokens, each 4 bytes, the lowest
     first. ``seed`` takes the place of the digest before the first page.
     """
     raw, step, digest = _bytes_of(tokens), 4 * page_size, seed
     digests = []
-    for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
+    for at in range(0, named_pages(len(raw) // 4, page_size) * step, step):
         digest = hashlib.sha256(digest + raw[at : at + step]).digest()
         digests.append(digest)
     return digests
@@ -65,7 +78,7 @@ def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[
     hashes, of bytes (SipHash), whose key nobody outside knows, and of pairs."""
     raw, step, name = _bytes_of(tokens), 4 * page_size, hash(seed)
     names = []
-    for at in range(0, min(len(raw) - step + 1, NAMES_MAX * step), step):
+    for at in range(0, named_pages(len(raw) // 4, page_size) * step, step):
         name = hash((name, raw[at : at + step]))
         names.append(name)
     return names

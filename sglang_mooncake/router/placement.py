@@ -20,7 +20,7 @@ import msgspec
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit
 from sglang_mooncake.router.known import KnownPages, first_of
-from sglang_mooncake.router.pages import names_of, token_digests
+from sglang_mooncake.router.pages import named_pages, names_of, token_digests
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import Told
 
@@ -96,6 +96,12 @@ class Look:
         self._digests: dict[int, list[bytes]] = {}
         self._events: dict[int, list[int]] = {}
         self._stored: dict[int, float] = {}
+
+    def unnamed(self, page_size: int) -> int:
+        """How many digests ``digests`` has still to make."""
+        if self._prompt is None or page_size in self._digests:
+            return 0
+        return named_pages(len(self._prompt), page_size)
 
     def digests(self, page_size: int) -> Sequence[bytes] | None:
         """Of its pages as servers with such pages name them; None if they cannot be known."""

@@ -29,6 +29,7 @@ from sglang_mooncake.router.headers import request_headers
 from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
+from sglang_mooncake.router.pages import LONG_NAMES
 from sglang_mooncake.router.placement import Look, Placed, Pool, PrefillView, place
 from sglang_mooncake.router.servers import ROLES, Server, Servers
 from sglang_mooncake.router.sglang_http import (
@@ -124,6 +125,8 @@ class Routing:
                 look = await asyncio.to_thread(self._look, ask)
             else:
                 look = self._look(ask)
+            if look is not None and look.tokens > LONG_NAMES:
+                await self._named(look)
         except RequestError as error:
             return error_response(HTTPStatus.BAD_REQUEST, str(error)), "bad request"
         if self.gate is None:
@@ -233,6 +236,16 @@ class Routing:
             return self._looker.look(ask.body, ask.path)
         except RecursionError as error:
             raise RequestError("the request's JSON is nested too deeply") from error
+
+    async def _named(self, look: Look) -> None:
+        """Makes the names by which servers and the store know a long prompt."""
+        views = [view for ranks in self._views.values() for view in ranks]
+        sizes = {view.event_page for view in (*views, *self.decode.views.values())}
+        if self._pool is not None:
+            sizes.update(view.page_size for view in views)
+        for size in sizes - {0}:  # Who has not told.
+            if look.unnamed(size) > LONG_NAMES:
+                await asyncio.to_thread(look.event_names, size)
 
     async def _choose_soon(
         self, look: Look | None, avoided: Collection[Server]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, answers, run, until
 
-from sglang_mooncake.router import event_source, kv_events
+from sglang_mooncake.router import event_source, kv_events, pages, placement, querying
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
-from sglang_mooncake.router.pages import names_of, seed_of, token_names
+from sglang_mooncake.router.looking import Looker
+from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
-from sglang_mooncake.router.querying import HashQuery, TokenQuery, matches
+from sglang_mooncake.router.querying import Asked, HashQuery, TokenQuery, matches
 from sglang_mooncake.router.servers import Server
-from sglang_mooncake.router.sglang_http import Told
+from sglang_mooncake.router.sglang_http import GENERATE, Told, body_of
 
 Event = dict[str, Any]
 
@@ -226,6 +228,21 @@ def test_events_say_nothing_of_prompts_that_they_do_not_name() -> None:
     assert view.figures(text, 1.0).hit_tokens == 19
 
 
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+def test_events_reach_as_far_into_a_prompt_as_what_the_router_remembers(page: int) -> None:
+    """SGLang's pages have one token each by default."""
+    prompt = list(range(140_000))
+    telling, quiet = (PrefillView(Server("prefill", f"http://{name}:1")) for name in "ab")
+    stream = EventStream()
+    stream.take(0, batch(stored(*token_names(prompt, page))), 0.0)
+    telling.follow(stream, page)
+    asked = Looker().look(body_of(json.dumps({"input_ids": prompt}).encode()), GENERATE)
+    quiet.ended(quiet.send(asked, quiet.figures(asked, 0.0), 0.0), 1.0, None)
+    known = quiet.figures(asked, 2.0).hit_tokens
+    assert known > 100_000
+    assert telling.figures(asked, 2.0).hit_tokens >= known
+
+
 # --- for other routers ---
 
 
@@ -278,7 +295,7 @@ def test_other_routers_are_told_which_caches_have_a_prompt(
     query: dict[str, Any], found: dict[str, Any]
 ) -> None:
     asked = msgspec.convert({"model": "m", "token_ids": list(range(17)), **query}, TokenQuery)
-    assert matches(TOLD, asked, 0.0) == found
+    assert matches(TOLD, Asked(asked), 0.0) == found
 
 
 def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
@@ -294,11 +311,12 @@ def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
 
     def external(**more: Any) -> list[int]:
         asked = msgspec.convert({"token_ids": list(range(17)), **more}, TokenQuery)
-        return [one.get("EXTERNAL", -1) for one in matches(TOLD, asked, 0.0, Pool()).values()]
+        found = matches(TOLD, Asked(asked), 0.0, Pool())
+        return [one.get("EXTERNAL", -1) for one in found.values()]
 
     assert external() == [12, 0], "pages of another size are others"
     assert external(lora_name="x") == [0, -1]
-    asked = msgspec.convert({"token_ids": list(range(17))}, TokenQuery)
+    asked = Asked(msgspec.convert({"token_ids": list(range(17))}, TokenQuery))
     assert matches(TOLD, asked, 0.0, Pool())["http://b:1"]["longest_matched"] == 0
     looked.clear()
     many = {**TOLD, **telling(PAGE, CLEARED, name="http://d:1")}
@@ -310,7 +328,7 @@ def test_a_store_is_a_medium_of_all_that_load_from_it() -> None:
 @pytest.mark.parametrize("name", ["seq_hashes", "block_hash"])
 def test_other_routers_may_name_pages_as_events_do(name: str) -> None:
     asked = msgspec.convert({"instance_id": "http://a:1", name: NAMES}, HashQuery)
-    assert matches(TOLD, asked, 0.0) == {"http://a:1": AT_A}
+    assert matches(TOLD, Asked(asked), 0.0) == {"http://a:1": AT_A}
 
 
 # --- over sockets ---
@@ -524,6 +542,39 @@ def test_a_registered_cache_is_answered_for_while_its_publisher_is_there() -> No
             context.destroy(linger=0)
 
     run(job())
+
+
+def test_a_long_prompt_is_named_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(LONG_NAMES + PAGE))
+    threads = list[threading.Thread]()
+    make = pages.token_digests
+
+    def made(tokens: Sequence[int], page: int, seed: bytes = b"") -> list[bytes]:
+        threads.append(threading.current_thread())
+        return make(tokens, page, seed)
+
+    monkeypatch.setattr(placement, "token_digests", made)
+    monkeypatch.setattr(querying, "token_digests", made)
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        try:
+            world = World(prefill=1, prefill_policy="cache_aware")
+            world.prefill[0].info = publisher.described(
+                block_size=1, replay_endpoint_port_base=None
+            )
+            async with world:
+                await heard(publisher, await followed(world, 0))
+                for asked in (prompt, prompt[:LONG_NAMES]):
+                    assert (await world.ask(input_ids=asked))[0] == 200
+                    assert (await world.ask("/query", token_ids=asked))[0] == 200
+        finally:
+            context.destroy(linger=0)
+
+    run(job())
+    is_main = [one is threading.main_thread() for one in threads]
+    assert is_main == [False, False, True, True]
 
 
 async def decode_streams(world: World) -> list[str | None]:

@@ -39,7 +39,7 @@ from sglang_mooncake.router import publishing, store_events
 from sglang_mooncake.router.event_source import EventSource
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.publishing import Publisher, follow
-from sglang_mooncake.router.querying import HashQuery, matches
+from sglang_mooncake.router.querying import Asked, HashQuery, matches
 from sglang_mooncake.router.registered import Registered, Registration
 from sglang_mooncake.router.store_events import StoreEvents
 from sglang_mooncake.router.store_events_options import StoreEventsOptions
@@ -190,7 +190,7 @@ def listed(store: Store) -> tuple[Version, list[int]]:
 def test_another_router_knows_what_the_store_has(lender: Store, endpoints: tuple[str, str]) -> None:
     """It registers the publisher as a cache. What was told before it came is repeated."""
     registered = Registered()
-    asked = HashQuery(seq_hashes=names(ALL))
+    asked = Asked(HashQuery(seq_hashes=names(ALL)))
 
     def external() -> int:
         found = matches(registered.asked("default", None), asked, asyncio.get_running_loop().time())
