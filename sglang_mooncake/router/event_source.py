@@ -230,6 +230,7 @@ class EventSource:
     ) -> None:
         """Until the connection is lost, or ``is_same`` no more."""
         state: State = "waiting"
+        has_told = False
         while is_same():
             if await lost.poll(0):
                 logger.warning("the connection to the KV events of %s is lost", view)
@@ -240,6 +241,14 @@ class EventSource:
                     stream.take(*batch, self._clock())
                 if stream.missing is not None:
                     await self._catch_up(stream, replay)
+            if stream.left_out and not has_told:
+                has_told = True
+                logger.warning(
+                    "%s tells of more than %d pages: further ones are left out, and the router also"
+                    " goes by what it has sent there; larger pages (--page-size) would be fewer",
+                    view,
+                    len(stream),
+                )
             state = _told(view, state, stream.state(self._clock()))
 
     async def _catch_up(self, stream: EventStream, replay: str | None) -> None:

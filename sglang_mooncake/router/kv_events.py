@@ -8,7 +8,6 @@ tells them apart is a prompt that was computed and of which no page was told (`E
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -20,8 +19,8 @@ __all__ = ["SILENCE_S", "STATES", "AllBlocksCleared", "BlockRemoved", "EventStre
 
 #: Events of a prompt leave with the scheduler's next step after it.
 SILENCE_S: Final = 3.0
-#: Some hundred MB at most.
-PAGES_MAX: Final = 1 << 20
+#: As many tokens with pages of one, which is a server's whole GPU memory. 0.4 GB at most.
+PAGES_MAX: Final = 1 << 22
 #: Batches that have come while earlier ones are asked for again.
 HELD_MAX: Final = 10_000
 #: The medium of events that name none.
@@ -90,7 +89,9 @@ class EventStream:
 
     def __init__(self) -> None:
         #: By name, which media have the page, a bit for each.
-        self._pages: OrderedDict[int, int] = OrderedDict()
+        self._pages: dict[int, int] = {}
+        #: Pages that were told of when there was no room for them, since all that was known went.
+        self.left_out = 0
         self._media: dict[str, int] = {}
         self._next = 0
         #: The number of the last batch that was published, and not repeated.
@@ -163,12 +164,12 @@ class EventStream:
         for number in sorted(self._held):
             if number != self._next:
                 self.losses += 1
-                self._pages.clear()
+                self._forget()
             self._apply(number, self._held.pop(number))
 
     def restart(self) -> None:
         """The cache is that of a new process."""
-        self._pages.clear()
+        self._forget()
         self._held.clear()
         self._next, self._last = 0, -1
 
@@ -193,7 +194,7 @@ class EventStream:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # Of another form than any that is known: what it was about is not known either.
             self.losses += 1
-            self._pages.clear()
+            self._forget()
             return
         for event in events:
             match event:
@@ -202,14 +203,22 @@ class EventStream:
                 case BlockRemoved():
                     self._removed(event)
                 case AllBlocksCleared():
-                    self._pages.clear()
+                    self._forget()
+
+    def _forget(self) -> None:
+        self._pages.clear()
+        self.left_out = 0
 
     def _stored(self, event: _Stored) -> None:
-        bit = self._bit(event.medium)
+        """Where there is no room the new ones are left out: the first to be told of are those that
+        most prompts begin with."""
+        pages, bit = self._pages, self._bit(event.medium)
         for name in event.block_hashes:
-            self._pages[name] = self._pages.get(name, 0) | bit
-        while len(self._pages) > PAGES_MAX:
-            self._pages.popitem(last=False)
+            media = pages.get(name, 0)
+            if media or len(pages) < PAGES_MAX:
+                pages[name] = media | bit
+            else:
+                self.left_out += 1
 
     def _removed(self, event: BlockRemoved) -> None:
         bit = self._bit(event.medium)

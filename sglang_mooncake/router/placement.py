@@ -271,11 +271,14 @@ class PrefillView(CacheView):
         )
 
     def _hit_tokens(self, look: Look, now_s: float) -> float:
-        """By the server's events while they come; else by what it was sent."""
+        """By the server's events while they come; else by what it was sent, and by both where not
+        all that it told of is known."""
         stored = self.told_tokens(look, now_s)
-        if stored is not None:
-            return max(stored, first_of(self._queued, look.names) * look.page_tokens)
-        return self._sent.first_of(look.names) * look.page_tokens
+        if stored is None:
+            return self._sent.first_of(look.names) * look.page_tokens
+        is_partial = self._events is not None and self._events.left_out > 0
+        sent = self._sent.first_of(look.names) if is_partial else first_of(self._queued, look.names)
+        return max(stored, sent * look.page_tokens)
 
     def queue_s(self, now_s: float) -> float:
         """What is left of the work that it has been sent. A server computes the prompts together

@@ -133,6 +133,7 @@ def _events(stream: EventStream, now_s: float) -> dict[str, Any]:
         "state": stream.state(now_s),
         "age_s": None if age_s is None else round(age_s, 1),
         "pages": len(stream),
+        "pages_left_out": stream.left_out,
         "gaps": stream.gaps,
         "losses": stream.losses,
     }

@@ -243,6 +243,25 @@ def test_events_reach_as_far_into_a_prompt_as_what_the_router_remembers(page: in
     assert telling.figures(asked, 2.0).hit_tokens >= known
 
 
+def test_of_more_pages_than_are_kept_the_first_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the server was sent counts, too."""
+    monkeypatch.setattr(kv_events, "PAGES_MAX", 6)
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    view.follow(stream, PAGE)
+    prompt, other = look(range(16)), look([7, *range(31)])
+    names, others = token_names(range(16), PAGE), token_names([7, *range(31)], PAGE)
+    stream.take(0, batch(stored(*names), *map(stored, others)), 0.0)
+    assert (len(stream), stream.left_out) == (6, 6)
+    assert view.figures(prompt, 0.0).hit_tokens == 15
+    assert view.figures(other, 0.0).hit_tokens == 2 * PAGE
+    view.ended(view.send(other, view.figures(other, 0.0), 0.0), 1.0, None)
+    assert view.figures(other, 1.0).hit_tokens == 31
+    stream.take(1, batch(removed(*others[:2]), stored(names[0], medium="CPU_PINNED")), 2.0)
+    assert (len(stream), stream.left_out) == (4, 6), "a page that is there takes no room"
+    stream.take(2, batch(CLEARED, stored(*names[:2])), 3.0)
+    assert view.figures(other, 3.0).hit_tokens == 0, "all that it tells of is known again"
+
+
 # --- for other routers ---
 
 
@@ -504,6 +523,34 @@ def test_a_decode_servers_cache_is_followed_where_it_has_one(
             context.destroy(linger=0)
 
     run(job())
+
+
+def test_it_is_said_once_that_a_cache_has_more_pages_than_are_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "PAGES_MAX", 2)
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        try:
+            world = World(prefill=1, prefill_policy="cache_aware")
+            world.prefill[0].info = publisher.described(replay_endpoint_port_base=None)
+            async with world:
+                stream = await followed(world, 0)
+                await heard(publisher, stream)
+                for left_out in (2, 4):
+                    await publisher.publish(stored(left_out, 10 + left_out, 20 + left_out))
+                    await until(lambda most=left_out: stream.left_out >= most)
+                assert stream.state(0.0) == "live"
+                await until(lambda: "more than 2 pages" in caplog.text)
+                _, text = await world.get("/v1/router")
+                assert '"pages_left_out": 5' in text
+        finally:
+            context.destroy(linger=0)
+
+    run(job())
+    assert caplog.text.count("more than 2 pages") == 1
 
 
 def test_a_registered_cache_is_answered_for_while_its_publisher_is_there() -> None:
