@@ -36,6 +36,7 @@ __all__ = [
     "Ranks",
     "best",
     "expect",
+    "late_s",
     "left_s",
     "place",
 ]
@@ -182,15 +183,28 @@ def left_s(expected_s: float, passed_s: float) -> float:
     return LATE_AGAIN * late_s if late_s > 0.0 else -late_s
 
 
-def best(tokens: float, candidates: Sequence[Figures], random: Random) -> int:
+def late_s(tokens: float, figures: Figures, limit_s: float | None) -> float:
+    """How long after the limit the first token is expected, because of prompts before it; 0 if it
+    is not. A prompt that is late by itself is not counted as such: else a server that was once
+    taken for slow would be asked no more, and never be seen to be faster."""
+    if limit_s is None or figures.queue_s == 0.0:
+        return 0.0
+    return max(0.0, expect(tokens, figures).first_s - limit_s)
+
+
+def best(
+    tokens: float, candidates: Sequence[Figures], random: Random, limit_s: float | None = None
+) -> int:
     """The index of the one with the earliest first token, where what is computed counts the more
     (``WORK_WEIGHT``) the more servers are busy; of those that are as early the one with the fewest
-    requests under way, and of these any."""
+    requests under way, and of these any. One that is late (``late_s``) is chosen where all are."""
     expected = [expect(tokens, one) for one in candidates]
     weight = WORK_WEIGHT * sum(one.under_way > 0 for one in candidates) / len(candidates)
     costs = [one.first_s + weight * one.work_s for one in expected]
-    limit = min(costs) * (1 + TIE)
-    ties = [at for at, cost in enumerate(costs) if cost <= limit]
+    every = range(len(candidates))
+    in_time = [at for at in every if not late_s(tokens, candidates[at], limit_s)] or [*every]
+    limit = min(costs[at] for at in in_time) * (1 + TIE)
+    ties = [at for at in in_time if costs[at] <= limit]
     fewest = min(candidates[at].under_way for at in ties)
     return random.choice([at for at in ties if candidates[at].under_way == fewest])
 
@@ -374,26 +388,25 @@ class PrefillView(CacheView):
 
 
 class Choice(NamedTuple):
-    """``reason``: one of ``REASONS``."""
+    """``reason``: one of ``REASONS``; ``late_s``: of the server that is the least late."""
 
     view: PrefillView
     figures: Figures
-    expected: Expected
     reason: str
-
-    def late_by_s(self, limit_s: float | None) -> float:
-        """How long after the limit the first token is expected, because of prompts before it; 0 if
-        it is not. A prompt that is late by itself is not counted as such: else a server that was
-        once taken for slow would be asked no more, and never be seen to be faster."""
-        if limit_s is None or self.figures.queue_s == 0.0:
-            return 0.0
-        return max(0.0, self.expected.first_s - limit_s)
+    late_s: float
 
 
-def place(look: Look, views: Sequence[PrefillView], now_s: float, random: Random) -> Choice:
-    """The server for the prompt, out of one at least."""
+def place(
+    look: Look,
+    views: Sequence[PrefillView],
+    now_s: float,
+    random: Random,
+    limit_s: float | None = None,
+) -> Choice:
+    """The server for the prompt, out of one at least. ``limit_s``: for its first token."""
     figures = [view.figures(look, now_s) for view in views]
-    at = best(look.tokens, figures, random)
+    at = best(look.tokens, figures, random, limit_s)
+    least_s = min(late_s(look.tokens, one, limit_s) for one in figures)
     hits = [one.hit_tokens for one in figures]
     if len(views) == 1:
         reason = "only"
@@ -401,4 +414,4 @@ def place(look: Look, views: Sequence[PrefillView], now_s: float, random: Random
         reason = "queue"
     else:
         reason = "cache" if hits[at] > min(hits) else "load"
-    return Choice(views[at], figures[at], expect(look.tokens, figures[at]), reason)
+    return Choice(views[at], figures[at], reason, least_s)

@@ -283,13 +283,12 @@ class Routing:
         views = [
             view for server in usable["prefill"] for view in self._ranks(server, look.ranks.prefill)
         ]
-        choice = place(look, views, now_s, self._random)
-        late_by_s = choice.late_by_s(self._options.ttft_max_s)
-        if late_by_s > 0.0 and not avoided:
+        choice = place(look, views, now_s, self._random, self._options.ttft_max_s)
+        if choice.late_s > 0.0 and not avoided:
             return _Late(
-                f"the first token is expected {late_by_s:.2g} s after the limit of"
+                f"the first token is expected {choice.late_s:.2g} s after the limit of"
                 f" {self._options.ttft_max_s:g} s (--max-ttft-secs), because of those before it",
-                math.ceil(late_by_s),
+                math.ceil(choice.late_s),
             )
         self._counts.choices[choice.reason] += 1
         self._sent(decode)

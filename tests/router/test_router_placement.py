@@ -31,6 +31,7 @@ from sglang_mooncake.router.placement import (
     PrefillView,
     best,
     expect,
+    late_s,
     left_s,
     place,
 )
@@ -337,13 +338,44 @@ def test_a_prompt_goes_where_its_beginning_is_unless_the_wait_is_longer() -> Non
 def test_a_prompt_is_late_because_of_those_before_it() -> None:
     (view,) = views(1)
     prompt = look(range(1600))
-    choice = place(prompt, [view], 0.0, Random(1))
-    own_s = choice.expected.first_s
-    assert choice.late_by_s(own_s / 2) == 0.0, "nobody is before it"
-    view.send(look([1] * 1600), choice.figures, 0.0)
-    choice = place(prompt, [view], 0.0, Random(1))
-    assert choice.late_by_s(None) == choice.late_by_s(2.5 * own_s) == 0.0
-    assert choice.late_by_s(1.5 * own_s) == pytest.approx(own_s / 2)
+
+    def late_by_s(limit_s: float | None) -> float:
+        return place(prompt, [view], 0.0, Random(1), limit_s).late_s
+
+    nothing_before = view.figures(prompt, 0.0)
+    own_s = expect(prompt.tokens, nothing_before).first_s
+    assert late_by_s(own_s / 2) == 0.0, "nobody is before it"
+    view.send(look([1] * 1600), nothing_before, 0.0)
+    assert late_by_s(None) == late_by_s(2.5 * own_s) == 0.0
+    assert late_by_s(1.5 * own_s) == pytest.approx(own_s / 2)
+
+
+def test_a_server_that_is_late_is_passed_over_while_another_is_in_time() -> None:
+    """The first one has the prompt, and costs the others the least."""
+    has_it = figures(queue_s=3.0, fixed_s=0.0, hit_tokens=1900, under_way=1)
+    free_soon = figures(queue_s=0.5, fixed_s=0.0, under_way=1)
+    busy = figures(queue_s=9.0, fixed_s=0.0, under_way=1)
+    servers = [busy, has_it, free_soon]
+    for limit_s, index in ((None, 1), (3.5, 1), (2.8, 2), (2.0, 1)):
+        assert best(2000, servers, Random(1), limit_s) == index
+    assert [late_s(2000, one, 2.0) for one in servers] == pytest.approx([9.0, 1.1, 0.5])
+
+
+def test_it_is_told_how_late_the_server_is_that_is_the_least_late() -> None:
+    """Also where another one would be chosen, which has the prompt."""
+    has_it, other = views(2)
+    prompt = look(range(1600))
+    for view in (has_it, other):
+        for n in range(1, 20):
+            answered(view, Look((), PAGE_TOKENS, 100 * n), -100.0 + 2 * n, n * 0.1, 0)
+    answered(has_it, prompt, 0.0, 1.6, 0)
+    for view, tokens in ((has_it, 3000), (other, 1000)):
+        first = Look((), PAGE_TOKENS, tokens)
+        view.send(first, view.figures(first, 2.0), 2.0)
+    choice = place(prompt, [has_it, other], 2.0, Random(1), 1.0)
+    assert choice.view is has_it
+    assert choice.late_s == pytest.approx(1.6, rel=0.05)
+    assert place(prompt, [has_it, other], 2.0, Random(1), 2.8).view is other
 
 
 def test_a_queue_is_worked_off() -> None:
