@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -34,7 +35,7 @@ from bootstrap_server.http.metrics import process_lines
 from bootstrap_server.prometheus_text import CONTENT_TYPE
 from sglang_mooncake.router.asking import Asking
 from sglang_mooncake.router.each import kept_up
-from sglang_mooncake.router.event_source import EventSource
+from sglang_mooncake.router.event_source import EventSource, streams_max
 from sglang_mooncake.router.failing import KINDS
 from sglang_mooncake.router.forwarding import Forwarder
 from sglang_mooncake.router.headers import request_headers
@@ -92,13 +93,14 @@ async def make_app(
     counts = Counts()
     forwarder = Forwarder(options.request_timeout_s, options.max_body_bytes, clock)
     routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
-    registered = Registered()
+    most = streams_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    registered = Registered(most.registered)
     prober = Prober(session, servers, options, clock)
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)
         source = EventSource(
-            session, routing.followed, routing.ranks_of, registered, headers, clock
+            session, routing.followed, routing.ranks_of, registered, headers, most, clock
         )
         watching.append(asyncio.create_task(kept_up("following KV events", source.run)))
     if options.decode_policy == CACHE_AWARE:

@@ -20,10 +20,10 @@ from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.each import one_for_each
 from sglang_mooncake.router.kv_events import EventStream, State
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
-from sglang_mooncake.router.registered import Cache, Registered
+from sglang_mooncake.router.registered import REGISTERED_MAX, Cache, Registered
 from sglang_mooncake.router.servers import Role, Server
 
-__all__ = ["EventSource"]
+__all__ = ["EventSource", "StreamsMax", "streams_max"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,31 @@ MESSAGE_BYTES_MAX: Final = 64 << 20
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 
 
+#: One stream takes a socket that subscribes, two by which its end is noticed, and one while it
+#: catches up; these are four open files, and six with the two connections.
+SOCKETS_OF_STREAM: Final = 4
+FILES_OF_STREAM: Final = 6
+#: Libzmq has at most 65,535 sockets, and 1,023 unless it is told.
+STREAMS_MAX: Final = 4096
 #: Servers tell how many they have; with more of them each is too small to be of use.
 RANKS_MAX: Final = 1024
 #: By this method (`--load-balance-method`, prefill servers' own choice) the room names the rank.
 _BY_ROOM: Final = "follow_bootstrap_room"
+
+
+class StreamsMax(NamedTuple):
+    """How many streams can be followed: of servers, and of caches that others register."""
+
+    servers: int
+    registered: int
+
+
+def streams_max(files: int) -> StreamsMax:
+    """Of a process that may open so many files (-1: any number), of which clients and servers need
+    half. Whoever registers caches leaves half of the streams to servers."""
+    streams = STREAMS_MAX if files < 0 else min(STREAMS_MAX, files // 2 // FILES_OF_STREAM)
+    registered = min(REGISTERED_MAX, streams // 2)
+    return StreamsMax(streams - registered, registered)
 
 
 class _Publisher(NamedTuple):
@@ -115,19 +136,24 @@ class EventSource:
         ranks_of: Callable[[Server, int], Sequence[CacheView]],
         registered: Registered,
         headers: dict[str, str],
+        most: StreamsMax,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``servers``: those whose caches matter. ``ranks_of`` is told how many DP ranks one has
         that may be chosen, and gives what is known of each. ``registered``: caches of others;
-        ``headers``: of questions to servers."""
+        ``headers``: of questions to servers. ``most``: how many streams there may be; no more than
+        that are ``registered``."""
         self._session, self._servers, self._ranks_of = session, servers, ranks_of
         self._registered = registered
-        self._headers, self._clock = headers, clock
+        self._headers, self._most, self._clock = headers, most, clock
+        #: Streams of servers that are followed.
+        self._following = 0
         self._context: zmq.asyncio.Context
 
     async def run(self) -> None:
         """Never returns."""
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_OF_STREAM * sum(self._most))
         known, registered = self._servers, self._registered.all
         try:
             async with asyncio.TaskGroup() as group:
@@ -155,8 +181,19 @@ class EventSource:
                     view.page_size = max(0, info.page_size or 0)
                 described = info.events_of(server.role)
                 if views and described is not None and len(views) == info.ranks:
-                    await self._follow_all(server, views, described, ills)
-                    continue
+                    if self._following + len(views) <= self._most.servers:
+                        await self._follow_all(server, views, described, ills)
+                        continue
+                    if not said:
+                        said = True
+                        logger.warning(
+                            "the KV events of %s are not followed: those of %d caches are, and no"
+                            " more than %d can be with the files that this process may open"
+                            " (ulimit -n)",
+                            server,
+                            self._following,
+                            self._most.servers,
+                        )
                 matters = described is not None or server.role == "prefill"
                 if views and matters and len(views) != info.ranks and not said:
                     said = True
@@ -183,10 +220,14 @@ class EventSource:
         def is_same() -> bool:
             return server.counts.ills == ills
 
-        async with asyncio.TaskGroup() as group:
-            for view in views:
-                publisher = described.of(host_of(server.url), view.rank)
-                group.create_task(self._subscribed(view, publisher, is_same))
+        self._following += len(views)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for view in views:
+                    publisher = described.of(host_of(server.url), view.rank)
+                    group.create_task(self._subscribed(view, publisher, is_same))
+        finally:
+            self._following -= len(views)
 
     async def _subscribed(
         self, view: CacheView, publisher: _Publisher, is_same: Callable[[], bool]

@@ -77,7 +77,9 @@ class Cache:
 class Registered:
     """Those that there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches_max: int = REGISTERED_MAX) -> None:
+        """So many at most."""
+        self._caches_max = caches_max
         self._caches: dict[_Key, Cache] = {}
 
     def all(self) -> Collection[Cache]:
@@ -101,8 +103,12 @@ class Registered:
             )
         if one.block_size < 1 or one.dp_rank < 0:
             raise RequestError("block_size must be positive, and dp_rank not negative")
-        if one.key not in self._caches and len(self._caches) >= REGISTERED_MAX:
-            raise RequestError(f"{REGISTERED_MAX} caches are registered already")
+        if one.key not in self._caches and len(self._caches) >= self._caches_max:
+            raise RequestError(
+                f"{self._caches_max} caches are registered already, and the router follows no more:"
+                f" {REGISTERED_MAX} at most, and fewer where its process may open few files"
+                " (ulimit -n)"
+            )
         self._caches[one.key] = Cache(one)
 
     def remove(self, one: Unregistration) -> list[str]:

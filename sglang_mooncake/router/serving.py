@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import sys
 from random import SystemRandom
@@ -26,7 +27,7 @@ from sglang_mooncake.router.options import CACHE_AWARE, Options
 if TYPE_CHECKING:
     from sglang_mooncake.router.store_source import StoreSource
 
-__all__ = ["serve"]
+__all__ = ["allow_open_files", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def serve(options: Options) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    allow_open_files()
     for name in options.without_effect:
         logger.warning("%s changes nothing in this router", name)
     with contextlib.ExitStack() as undo:
@@ -64,6 +66,13 @@ def serve(options: Options) -> int:
             return EXIT_REFUSED
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(options, keys, pool, tokens))
+
+
+def allow_open_files() -> None:
+    """As many as the host lets this process have: a request takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _pool(settings: str, keys: Keys, undo: contextlib.ExitStack) -> StoreSource:

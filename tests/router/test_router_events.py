@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 import zmq
@@ -19,12 +20,15 @@ from router_world import World, answers, run, until
 
 from sglang_mooncake.router import event_source, kv_events, pages, placement, querying
 from sglang_mooncake.router.cache_view import CacheView
+from sglang_mooncake.router.event_source import EventSource, StreamsMax, streams_max
 from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
 from sglang_mooncake.router.looking import Looker
 from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
 from sglang_mooncake.router.querying import Asked, HashQuery, TokenQuery, matches
+from sglang_mooncake.router.registered import Registered, Registration
 from sglang_mooncake.router.servers import Server
+from sglang_mooncake.router.serving import allow_open_files
 from sglang_mooncake.router.sglang_http import GENERATE, Told, body_of
 
 Event = dict[str, Any]
@@ -228,6 +232,7 @@ def test_events_say_nothing_of_prompts_that_they_do_not_name() -> None:
     assert view.figures(text, 1.0).hit_tokens == 19
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 3, 16, 64])
 def test_events_reach_as_far_into_a_prompt_as_what_the_router_remembers(page: int) -> None:
     """SGLang's pages have one token each by default."""
@@ -622,6 +627,88 @@ def test_a_long_prompt_is_named_beside_the_loop(monkeypatch: pytest.MonkeyPatch)
     run(job())
     is_main = [one is threading.main_thread() for one in threads]
     assert is_main == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [(-1, (3072, 1024)), (1 << 20, (3072, 1024)), (20_000, (833, 833)), (256, (11, 10))],
+)
+def test_half_of_the_open_files_are_for_streams_and_half_of_those_for_servers(
+    files: int, most: tuple[int, int]
+) -> None:
+    assert streams_max(files) == most
+
+
+@pytest.mark.slow
+def test_more_streams_are_followed_than_libzmq_has_sockets_for_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """341 were all that there could be."""
+    count = 350
+    allow_open_files()
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        known = Registered()
+        where = f"tcp://127.0.0.1:{publisher.port}"
+        for rank in range(count):
+            told = {"instance_id": "a", "dp_rank": rank, "endpoint": where, "block_size": PAGE}
+            known.add(msgspec.convert(told, Registration))
+        clock = asyncio.get_running_loop().time
+        async with aiohttp.ClientSession() as session:
+            most = StreamsMax(0, count)
+            source = EventSource(session, tuple, lambda *_: (), known, {}, most, clock)
+            following = asyncio.create_task(source.run())
+            views = [cache.view for cache in known.all()]
+            while not all(view.events is not None and view.events.batches for view in views):
+                assert "cannot be followed" not in caplog.text
+                await publisher.publish(stored(1))
+                await asyncio.sleep(0.05)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        context.destroy(linger=0)
+
+    run(job())
+
+
+def test_a_server_whose_streams_are_too_many_is_known_by_what_it_was_sent(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_source, "STREAMS_MAX", 3)
+    monkeypatch.setattr(event_source, "ASK_AGAIN_S", 0.05)
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        try:
+            world = World(prefill=3, prefill_policy="cache_aware")
+            for server in world.prefill:
+                server.info = publisher.described()
+            async with world:
+                await until(lambda: "are not followed: those of 2 caches are" in caplog.text)
+
+                def without() -> list[Server]:
+                    return [one for one, (view,) in world.views.items() if view.events is None]
+
+                await until(lambda: len(without()) == 1)
+                (left_out,) = without()
+                asked = next(one for one in world.prefill if one.url == left_out.url).others
+                await until(lambda: len(asked) > 2)
+                assert caplog.text.count("are not followed") == 1
+                told = {"endpoint": "tcp://127.0.0.1:1", "block_size": 1, "instance_id": "a"}
+                assert (await world.ask("/register", **told))[0] == 200
+                status, answer = await world.ask("/register", **{**told, "instance_id": "b"})
+                assert (status, "ulimit -n" in str(answer)) == (400, True)
+                # One more leaves: there is room.
+                gone = next(one for one in world.prefill if one.url != left_out.url)
+                gone.health = 503
+                world.known(gone).failed("gone", 0.0, 1)
+                await until(lambda: world.views[left_out][0].events is not None)
+        finally:
+            context.destroy(linger=0)
+
+    run(job())
 
 
 async def decode_streams(world: World) -> list[str | None]:

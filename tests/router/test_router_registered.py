@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_mooncake.router import registered
 from sglang_mooncake.router.registered import Registered, Registration, Unregistration
 from sglang_mooncake.router.sglang_http import RequestError
 
@@ -37,9 +36,8 @@ def test_caches_are_kept_apart_by_tenant_model_and_rank() -> None:
     assert list(known.asked("default", "m")["a"]) == [0]
 
 
-def test_who_registers_anew_is_followed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "REGISTERED_MAX", 1)
-    known = Registered()
+def test_who_registers_anew_is_followed_anew() -> None:
+    known = Registered(caches_max=1)
     known.add(registration())
     (first,) = known.all()
     known.add(registration(endpoint="tcp://10.0.0.2:5557"))

@@ -36,7 +36,7 @@ from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 from sglang_mooncake.router import publishing, store_events
-from sglang_mooncake.router.event_source import EventSource
+from sglang_mooncake.router.event_source import EventSource, streams_max
 from sglang_mooncake.router.kv_events import EventStream
 from sglang_mooncake.router.publishing import Publisher, follow
 from sglang_mooncake.router.querying import Asked, HashQuery, matches
@@ -202,7 +202,9 @@ def test_another_router_knows_what_the_store_has(lender: Store, endpoints: tuple
         await asyncio.to_thread(wait_for_batch, replay)
         async with aiohttp.ClientSession() as session:
             clock = asyncio.get_running_loop().time
-            source = EventSource(session, tuple, lambda *_: (), registered, {}, clock)
+            source = EventSource(
+                session, tuple, lambda *_: (), registered, {}, streams_max(1024), clock
+            )
             job = asyncio.create_task(source.run())
             one = Registration(instance_id="store", endpoint=endpoint, block_size=PAGE)
             one.replay_endpoint = replay
