@@ -95,7 +95,7 @@ async def make_app(
     routing = Routing(options, servers, forwarder, counts, random, clock, pool, tokens)
     most = streams_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     registered = Registered(most.registered)
-    prober = Prober(session, servers, options, clock)
+    prober = Prober(session, servers, options, forwarder.upstream, clock)
     watching = [asyncio.create_task(kept_up("asking servers for their health", prober.run))]
     if options.prefill_policy == CACHE_AWARE:
         headers = request_headers({}, options.api_key)

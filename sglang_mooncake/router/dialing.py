@@ -11,15 +11,29 @@ from typing import Any, Final, NamedTuple
 
 from aiohappyeyeballs import start_connection
 
-__all__ = ["ADDRESSES_S", "NEXT_ADDRESS_S", "Dialer"]
+__all__ = ["ADDRESSES_S", "GONE_S", "NEXT_ADDRESS_S", "Dialer"]
 
 #: So long the addresses of a name hold. A name of Kubernetes may move to another pod.
 ADDRESSES_S: Final = 10.0
+#: A host that vanishes says nothing. One that has acknowledged nothing for about so long is gone:
+#: neither what was sent there, nor one of the probes that are sent when nothing else is.
+GONE_S: Final = 20
+PROBE_S: Final = 5
 #: After so long without an answer the next address of the name is tried beside (RFC 8305).
 NEXT_ADDRESS_S: Final = 0.25
 
 Addresses = list[tuple[Any, Any, int, str, Any]]
 """As ``getaddrinfo`` returns them."""
+
+
+#: tcp(7).
+_OPTIONS: Final = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: PROBE_S,
+    socket.TCP_KEEPINTVL: PROBE_S,
+    socket.TCP_KEEPCNT: GONE_S // PROBE_S - 1,
+    socket.TCP_USER_TIMEOUT: GONE_S * 1000,
+}
 
 
 class _Lookup(NamedTuple):
@@ -37,7 +51,9 @@ class Dialer:
         """A connected socket. ``OSError``; the caller looks at the time."""
         addresses = await self._addresses(host, port)
         connected = await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _OPTIONS.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
         return connected
 
     async def _addresses(self, host: str, port: int) -> Addresses:

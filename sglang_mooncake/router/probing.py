@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Final
 
 import aiohttp
 
@@ -15,8 +16,13 @@ from sglang_mooncake.router.failing import NO_ANSWER
 from sglang_mooncake.router.options import Options
 from sglang_mooncake.router.routing import note_answer, note_failure
 from sglang_mooncake.router.servers import Server, Servers
+from sglang_mooncake.router.upstream import Upstream
 
-__all__ = ["Prober"]
+__all__ = ["GIVE_UP_S", "Prober"]
+
+#: A server that has answered nothing at all for so long, and is ill for that, stands still. What it
+#: computes in one step is shorter, also on a CPU.
+GIVE_UP_S: Final = 30.0
 
 
 class Prober:
@@ -27,10 +33,12 @@ class Prober:
         session: aiohttp.ClientSession,
         servers: Servers,
         options: Options,
+        upstream: Upstream,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``upstream``: connections for requests, which a server that stands still leaves open."""
         self._session, self._servers, self._options = session, servers, options
-        self._clock = clock
+        self._upstream, self._clock = upstream, clock
         self._timeout = aiohttp.ClientTimeout(total=options.health_timeout_s)
 
     async def run(self) -> None:
@@ -55,6 +63,8 @@ class Prober:
             note_failure(server, str(error), self._clock(), 1)
         except NO_ANSWER as error:
             note_failure(server, str(error) or "no answer", self._clock(), most)
+            if not server.is_well:
+                self._upstream.give_up(server.url, GIVE_UP_S)
         else:
             if status == HTTPStatus.OK:
                 note_answer(server)

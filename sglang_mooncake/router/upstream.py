@@ -9,12 +9,14 @@ Questions to servers, which are rare, go by that all the same.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from sglang_mooncake.router.addresses import host_of, port_of
 from sglang_mooncake.router.dialing import Dialer
@@ -56,6 +58,7 @@ class Upstream:
     def __init__(self) -> None:
         self._dialer = Dialer()
         self._idle: dict[_Origin, deque[_Connection]] = {}
+        self._lines: WeakValueDictionary[_Origin, _Line] = WeakValueDictionary()
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, url: str, path: str, headers: Mapping[str, str], raw: bytes) -> Answer:
@@ -70,6 +73,16 @@ class Upstream:
             connection.abort()
             raise
         return Answer(self, origin, connection)
+
+    def give_up(self, url: str, quiet_s: float) -> None:
+        """A server does not answer for its health. If nothing has come from it for so long on any
+        connection, requests that it has had for as long are ``Broken``: a busy server lets some
+        wait, and its health's answer, too, but answers others meanwhile."""
+        line = self._lines.get(_origin_of(url))
+        since_s = asyncio.get_running_loop().time() - quiet_s
+        if line is not None and line.heard_s <= since_s:
+            for connection in tuple(line.open):
+                connection.give_up(since_s)
 
     def close(self) -> None:
         """Ends the connections on which nothing is under way."""
@@ -118,7 +131,7 @@ class Upstream:
             async with asyncio.timeout(CONNECT_S):
                 connected = await self._dialer.connect(origin.host, origin.port)
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(loop),
+                    lambda: _Connection(loop, self._lines.setdefault(origin, _Line())),
                     sock=connected,
                     ssl=self._tls if origin.is_tls else None,
                     server_hostname=origin.host if origin.is_tls else None,
@@ -129,6 +142,15 @@ class Upstream:
             where = f"{origin.named}: {error.strerror or error}"
             raise Unreachable(f"cannot connect to {where}") from error
         return connection
+
+
+class _Line:
+    """All connections to one server, while there are any."""
+
+    def __init__(self) -> None:
+        self.open: set[_Connection] = set()
+        #: When something has come on one of them.
+        self.heard_s = -math.inf
 
 
 class Answer:
@@ -160,11 +182,12 @@ class Answer:
 class _Connection(asyncio.Protocol):
     """One request after another."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+        self._loop, self._line = loop, line
         self._transport: asyncio.Transport
         self._is_lost = False
         self._rests_since_s = 0.0
+        self._asked_s = loop.time()
         self._parser = AnswerParser()
         #: What has come of the body and was not read, and how much.
         self._parts: list[bytes] = []
@@ -179,11 +202,13 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # Uvloop's is none by its type.
+        self._line.open.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._is_resting:
             self.abort()  # Nothing was asked.
             return
+        self._line.heard_s = self._loop.time()
         try:
             body = self._parser.take(data)
         except AnswerError as error:
@@ -199,6 +224,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
+        self._line.open.discard(self)
         if not (self._is_resting or self._parser.is_over):
             try:
                 self._parser.end()
@@ -219,7 +245,7 @@ class _Connection(asyncio.Protocol):
 
     async def ask(self, head: bytes, raw: bytes) -> None:
         """Returns when the head of the answer has come."""
-        self._is_resting = False
+        self._is_resting, self._asked_s = False, self._loop.time()
         if len(raw) <= PIECE_BYTES:
             self._transport.write(head + raw)
         else:
@@ -276,6 +302,12 @@ class _Connection(asyncio.Protocol):
         """Whether it can be used again."""
         is_closed = self._is_lost or self._transport.is_closing()
         return not is_closed and now_s - self._rests_since_s < KEEPALIVE_S
+
+    def give_up(self, since_s: float) -> None:
+        """Nothing more is expected, if it was asked before and something could come."""
+        may_come = not (self._is_resting or self._is_held or self._parser.is_over)
+        if may_come and self._asked_s <= since_s:
+            self._fail(Broken("it has gone silent, and does not answer for its health"))
 
     def abort(self) -> None:
         self._transport.abort()

@@ -56,6 +56,8 @@ class FakeServer:
         self.answer: Answer = answers_at_once
         self.script: list[Answer] = []
         self.health = 200
+        #: As a process that was stopped: it takes connections, and does not answer.
+        self.stands_still = False
         #: How often it was asked for that.
         self.probes = 0
         #: While it is, it answers nothing but requests and questions for its health.
@@ -110,6 +112,7 @@ class FakeServer:
         raw = await request.read()
         if request.path == "/health":
             self.probes += 1
+            await until(lambda: not self.stands_still)
             return web.Response(status=self.health)
         self.others.append((request.path, json.loads(raw) if raw else None))
         await until(lambda: not self.is_slow)

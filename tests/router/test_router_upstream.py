@@ -110,6 +110,67 @@ def test_a_connection_is_used_again_and_by_one_request_at_a_time() -> None:
     run(job())
 
 
+def test_what_has_gone_silent_at_a_server_that_is_ill_is_given_up() -> None:
+    """What has come whole is left alone, and so is what the router holds back itself."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kind = await peer.asked(reader)
+        if kind == b"whole":
+            writer.write(SHORT)
+        elif kind != b"nothing":
+            writer.write(OK + b"Content-Length: 9999999\r\n\r\n")
+            writer.write(b"a" * (4 << 20 if kind == b"much" else 1))
+        await reader.read()  # Until the router closes it.
+
+    peer = Peer(talk)
+
+    async def job() -> None:
+        async with peer:
+            url = f"http://127.0.0.1:{peer.port}"
+            entire, begun, much = [await peer.ask(one) for one in (b"whole", b"begun", b"much")]
+            waiting = asyncio.create_task(peer.ask(b"nothing"))
+            await until(lambda: len(peer.heads) == 4)
+            assert await begun.read() == b"a"
+            await until(lambda: much._connection._is_held)
+            peer.upstream.give_up(url, 60.0)
+            peer.upstream.give_up("http://127.0.0.1:1", 0.0)
+            assert not waiting.done()
+            peer.upstream.give_up(url, 0.0)
+            with pytest.raises(Broken, match="gone silent"):
+                await waiting
+            with pytest.raises(Broken, match="gone silent"):
+                await begun.read()
+            assert await whole(entire) == b"ab"
+            come = 0
+            while come < 4 << 20:
+                come += len(await much.read())
+            entire.release()
+            peer.upstream.give_up(url, 0.0)
+            assert entire._connection.is_fresh(asyncio.get_running_loop().time())
+
+    run(job())
+
+
+def test_a_host_that_vanishes_is_noticed_by_its_connections() -> None:
+    async def job() -> None:
+        async with answering(SHORT) as peer:
+            connected = await dialing.Dialer().connect("127.0.0.1", peer.port)
+            with connected:
+                assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                idle_s, every_s, count, unsent_ms = (
+                    connected.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (
+                        socket.TCP_KEEPIDLE,
+                        socket.TCP_KEEPINTVL,
+                        socket.TCP_KEEPCNT,
+                        socket.TCP_USER_TIMEOUT,
+                    )
+                )
+                assert idle_s + count * every_s == unsent_ms / 1000 == dialing.GONE_S
+
+    run(job())
+
+
 def test_connections_that_nobody_uses_are_closed_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def job() -> None:
         async with answering(*[SHORT] * 9) as peer:
