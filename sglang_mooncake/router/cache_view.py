@@ -48,6 +48,13 @@ class CacheView:
         """How many tokens a page has that the server tells of."""
         return self._event_page
 
+    def is_begun(self, look: Named) -> bool | None:
+        """Whether its events have named the prompt's first page; None as for ``told_tokens``."""
+        names = None if self._events is None else look.event_names(self._event_page)
+        if self._events is None or not names:
+            return None
+        return self._events.first_of(names[:1]) > 0
+
     def told_tokens(self, look: Named, now_s: float) -> float | None:
         """How many tokens of a prompt's beginning the cache has, by its events; None while they do
         not come, and for a prompt whose pages they do not name."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -18,7 +18,7 @@ import zmq.asyncio
 from sglang_mooncake.router.addresses import host_of
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.each import one_for_each
-from sglang_mooncake.router.kv_events import EventStream, State
+from sglang_mooncake.router.kv_events import NEVER, EventStream, State
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
 from sglang_mooncake.router.registered import REGISTERED_MAX, Cache, Registered
 from sglang_mooncake.router.servers import Role, Server
@@ -52,6 +52,18 @@ STREAMS_MAX: Final = 4096
 RANKS_MAX: Final = 1024
 #: By this method (`--load-balance-method`, prefill servers' own choice) the room names the rank.
 _BY_ROOM: Final = "follow_bootstrap_room"
+
+
+#: What the log says of streams that are not used.
+_NO_USE: Final[Mapping[State, str]] = {
+    "silent": "the KV events of {} have gone silent: it has computed a prompt and told of no page;"
+    " the router uses what it has sent there instead",
+    "never hits": "the KV events of {} are of no use: "
+    f"it had the last {NEVER} prompts in its cache, and they have named none of these: they are of"
+    " pages of another size, or most came before the router (replay_endpoint), or the server loads"
+    " from a store that the router does not know (--store); the router uses what it has sent there"
+    " instead",
+}
 
 
 class StreamsMax(NamedTuple):
@@ -330,12 +342,8 @@ def _batch(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
 
 def _told(view: CacheView, before: State, now: State) -> State:
     """Logs a change."""
-    if now == "silent" != before:
-        logger.warning(
-            "the KV events of %s have gone silent: it has computed a prompt and told of no page;"
-            " the router uses what it has sent there instead",
-            view,
-        )
-    elif before == "silent" != now:
+    if now in _NO_USE and now != before:
+        logger.warning("%s", _NO_USE[now].format(view))
+    elif before in _NO_USE and now not in _NO_USE:
         logger.info("the KV events of %s are back", view)
     return now

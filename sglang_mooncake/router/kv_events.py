@@ -15,10 +15,21 @@ import msgspec
 
 from sglang_mooncake.router.known import first_of
 
-__all__ = ["SILENCE_S", "STATES", "AllBlocksCleared", "BlockRemoved", "EventStream", "State"]
+__all__ = [
+    "NEVER",
+    "SILENCE_S",
+    "STATES",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "EventStream",
+    "State",
+]
 
 #: Events of a prompt leave with the scheduler's next step after it.
 SILENCE_S: Final = 3.0
+#: Prompts that the cache had a page of and events none, one after another, before events are taken
+#: for those of other pages.
+NEVER: Final = 50
 #: As many tokens with pages of one, which is a server's whole GPU memory. 0.4 GB at most.
 PAGES_MAX: Final = 1 << 22
 #: Batches that have come while earlier ones are asked for again.
@@ -27,7 +38,7 @@ HELD_MAX: Final = 10_000
 _GPU: Final = "GPU"
 _MEDIA_MAX: Final = 8
 
-State: TypeAlias = Literal["live", "waiting", "silent"]
+State: TypeAlias = Literal["live", "waiting", "silent", "never hits"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
@@ -102,6 +113,8 @@ class EventStream:
         #: When an event is due at the latest, and whether one was missed.
         self._due_s: float | None = None
         self._is_silent = False
+        #: Prompts of which the cache had a page and events none, since one that they had.
+        self._unfound = 0
         self.batches = 0
         #: Gaps, and those of which batches were lost for ever.
         self.gaps = self.losses = 0
@@ -116,12 +129,15 @@ class EventStream:
 
     def state(self, now_s: float) -> State:
         """``live``: the pages are those of the cache. ``waiting``: nothing was told yet, or some
-        batches are missing. ``silent``: an event was due, and did not come."""
+        batches are missing. ``silent``: an event was due, and did not come. ``never hits``: the
+        server finds prompts in its cache whose pages events have never named."""
         if self._due_s is not None and now_s >= self._due_s:
             self._is_silent = True
         if self._is_silent:
             return "silent"
-        return "live" if self.batches and not self._held else "waiting"
+        if self._held or not self.batches:
+            return "waiting"
+        return "live" if self._unfound < NEVER else "never hits"
 
     def age_s(self, now_s: float) -> float | None:
         """Time since the last batch; None if there was none."""
@@ -132,6 +148,11 @@ class EventStream:
         has come, or must come soon."""
         if (self._heard_s is None or self._heard_s < since_s) and self._due_s is None:
             self._due_s = now_s + SILENCE_S
+
+    def found(self, is_known: bool) -> None:
+        """The server had a beginning of a prompt in its cache, a page at least: whether events had
+        named it as the prompt was sent."""
+        self._unfound = 0 if is_known else self._unfound + 1
 
     def take(self, number: int, payload: bytes, now_s: float) -> None:
         """A batch was published. A number that is not above the last one is that of a new process;
@@ -171,7 +192,7 @@ class EventStream:
         """The cache is that of a new process."""
         self._forget()
         self._held.clear()
-        self._next, self._last = 0, -1
+        self._next, self._last, self._unfound = 0, -1, 0
 
     def first_of(self, names: Sequence[int]) -> int:
         """How many of ``names``, from the first on, the cache has without a gap."""

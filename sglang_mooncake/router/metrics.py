@@ -146,7 +146,8 @@ METRICS: Final = (
         "gauge",
         ("state",),
         "Servers, or their DP ranks, whose KV events are followed: live, waiting for the "
-        "first or for missed ones, or silent although a prompt was computed.",
+        "first or for missed ones, silent although a prompt was computed, or never hits: they name "
+        "nothing of what the server finds in its cache.",
     ),
     Metric("event_batches_total", "counter", _OF_SERVER, "Batches of KV events."),
     Metric("event_gaps_total", "counter", _OF_SERVER, "Times at which batches were missing."),

@@ -212,7 +212,7 @@ def best(
 class Placed:
     """A prompt that a server has been sent."""
 
-    __slots__ = ("expected", "hit_tokens", "load_tokens", "look", "sent_s", "view")
+    __slots__ = ("expected", "hit_tokens", "is_begun", "load_tokens", "look", "sent_s", "view")
 
     def __init__(
         self,
@@ -224,6 +224,7 @@ class Placed:
         self.view, self.look, self.sent_s = view, look, sent_s
         self.expected = expect(look.tokens, figures)
         self.hit_tokens, self.load_tokens = figures.hit_tokens, figures.load_tokens
+        self.is_begun = view.is_begun(look)
 
 
 class ViewCounts(msgspec.Struct):
@@ -342,6 +343,7 @@ class PrefillView(CacheView):
         if told.cached_tokens is not None:
             if self._events is not None and self._is_news(placed.look, told, int(tokens)):
                 self._events.expect(placed.sent_s, now_s)
+            self._compare(placed, told.cached_tokens, told.count)
             self.counts.expected_hits += hits
             # The page of the last token is computed, too.
             self.counts.missed += told.cached_tokens < hits - placed.look.page_tokens
@@ -352,6 +354,15 @@ class PrefillView(CacheView):
                 self.load_fit.learn(loaded, rest_s)
                 return
         self.fit.learn(max(0.0, tokens - hits), now_s - begun_s)
+
+    def _compare(self, placed: Placed, cached_tokens: int, count: int) -> None:
+        """Whether events have named what the cache had. What came out of the store, or is of
+        another prompt of a batch, says nothing of them."""
+        is_known = placed.is_begun
+        if self._events is None or is_known is None or count > 1:
+            return
+        if is_known or (cached_tokens >= self._event_page and not placed.load_tokens):
+            self._events.found(is_known)
 
     def _loaded(self, placed: Placed, cached_tokens: int) -> float:
         """How many of the cached tokens have come out of the store."""

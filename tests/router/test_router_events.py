@@ -21,7 +21,7 @@ from router_world import World, answers, run, until
 from sglang_mooncake.router import event_source, kv_events, pages, placement, querying
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.event_source import EventSource, StreamsMax, streams_max
-from sglang_mooncake.router.kv_events import SILENCE_S, EventStream
+from sglang_mooncake.router.kv_events import NEVER, SILENCE_S, EventStream
 from sglang_mooncake.router.looking import Looker
 from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of, token_names
 from sglang_mooncake.router.placement import Look, PrefillView
@@ -265,6 +265,46 @@ def test_of_more_pages_than_are_kept_the_first_ones_stay(monkeypatch: pytest.Mon
     assert (len(stream), stream.left_out) == (4, 6), "a page that is there takes no room"
     stream.take(2, batch(CLEARED, stored(*names[:2])), 3.0)
     assert view.figures(other, 3.0).hit_tokens == 0, "all that it tells of is known again"
+
+
+def test_events_that_name_nothing_of_what_a_cache_has_are_not_believed() -> None:
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    stream.take(0, batch(stored(1)), 0.0)
+    view.follow(stream, PAGE)
+    prompt = look(range(17))
+
+    def answer(told: Told, times: int = NEVER) -> str:
+        for _ in range(times):
+            view.ended(view.send(prompt, view.figures(prompt, 0.0), 0.0), 1.0, told)
+        return stream.state(1.0)
+
+    assert answer(Told(17, PAGE - 1)) == "live", "less than a page"
+    assert answer(Told(17, 16, 2)) == "live", "another one of the batch may have had it"
+    assert answer(Told(17, 16), NEVER - 1) == "live"
+    assert view.figures(prompt, 1.0).hit_tokens == 0
+    assert answer(Told(17, 16), 1) == "never hits"
+    assert view.figures(prompt, 1.0).hit_tokens == 16, "what it was sent"
+    stream.take(1, batch(stored(*token_names(range(17), PAGE)[:1])), 2.0)
+    assert answer(Told(17, 16), 1) == "live"
+    assert view.figures(prompt, 3.0).hit_tokens == PAGE
+
+
+def test_what_was_loaded_from_a_store_says_nothing_of_events() -> None:
+    class Pool:
+        def first_of(self, digests: Sequence[bytes]) -> int:
+            return len(digests)
+
+        def told(self, expected: float, found: float) -> None:
+            pass
+
+    view, stream = PrefillView(Server("prefill", "http://a:1"), Pool()), EventStream()
+    view.page_size = PAGE
+    stream.take(0, batch(stored(1)), 0.0)
+    view.follow(stream, PAGE)
+    prompt = look(range(17))
+    for _ in range(NEVER):
+        view.ended(view.send(prompt, view.figures(prompt, 0.0), 0.0), 1.0, Told(17, 16))
+    assert stream.state(1.0) == "live"
 
 
 # --- for other routers ---
@@ -528,6 +568,42 @@ def test_a_decode_servers_cache_is_followed_where_it_has_one(
             context.destroy(linger=0)
 
     run(job())
+
+
+def test_it_is_said_of_events_that_they_are_of_no_use(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "NEVER", 2)
+    caplog.set_level("INFO")
+    prompt = list(range(400))
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        try:
+            world = World(prefill=1, prefill_policy="cache_aware")
+            world.prefill[0].info = publisher.described(replay_endpoint_port_base=None)
+            async with world:
+                told = {"meta_info": {"prompt_tokens": 400, "cached_tokens": 396}}
+                world.prefill[0].answer = answers(told)
+                await heard(publisher, await followed(world, 0))
+                for _ in range(2):
+                    await world.ask(input_ids=prompt)
+                await until(lambda: "are of no use" in caplog.text)
+                await world.idle()
+                assert (await seen(world))[0] == "never hits"
+                _, text = await world.get("/metrics")
+                assert 'sglang_mooncake_router_event_streams{state="never hits"} 1' in text
+                stream = await followed(world, 0)
+                await publisher.publish(stored(*token_names(prompt, PAGE)))
+                await until(lambda: len(stream) > 100)
+                await world.ask(input_ids=prompt)
+                await until(lambda: "are back" in caplog.text)
+        finally:
+            context.destroy(linger=0)
+
+    run(job())
+    assert caplog.text.count("are of no use") == 1
 
 
 def test_it_is_said_once_that_a_cache_has_more_pages_than_are_kept(
