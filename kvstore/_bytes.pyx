@@ -12,7 +12,7 @@ ctypedef uint8_t u8
 ctypedef uint32_t u32
 ctypedef uint64_t u64
 
-cdef extern from "core/xxh3.h" nogil:
+cdef extern from "xxh3.h" nogil:
     ctypedef struct xxh3_state:
         pass
     ctypedef struct xxh3_stream:

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from te import _digests
 from te.buffers import allocate
-from te.core import digests
 from te.core.engine import Engine as Plane
 from te.errors import DigestError
 from te.memory import RegionTable
@@ -40,7 +40,7 @@ class Digester:
         self._plane, self._memory = plane, memory
         self._lock = threading.Lock()
         self._bytes = np.frombuffer(allocate(BOUNCE_NBYTES), np.uint8)
-        self._bounce = digests.Bounce(self._bytes.ctypes.data, BOUNCE_NBYTES)
+        self._bounce = _digests.Bounce(self._bytes.ctypes.data, BOUNCE_NBYTES)
         self._unpin: list[Callable[[], None]] = []
         self._closed = False
         for kind in memory.kinds:
@@ -112,7 +112,7 @@ class Digester:
                 raise DigestError("this digester is closed")
             for first in range(0, len(found), UNITS_MAX):
                 some = slice(first, first + UNITS_MAX)
-                problem, outside = digests.digests(
+                problem, outside = _digests.digests(
                     self._plane,
                     self._bounce,
                     where[some],

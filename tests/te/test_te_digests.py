@@ -17,7 +17,7 @@ from te_cuda import NEWEST, SYNCHRONISES, cuda
 from te_sealed import Sealed, sealed
 
 import te
-from te.core import digests
+from te import _digests
 from te.digests import BOUNCE_NBYTES, UNITS_MAX
 
 NBYTES = 4 << 20
@@ -137,7 +137,7 @@ def test_memory_is_deregistered_once_its_digests_are_made(engine):
     one.close()
 
 
-class Interrupted(digests.Bounce):
+class Interrupted(_digests.Bounce):
     """Another thread has the interpreter lock while this one looks whether a device is ready."""
 
     meanwhile: Callable[[], object]

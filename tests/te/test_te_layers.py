@@ -45,7 +45,6 @@ LAYERS = (
     "landing",
     "receiving",
     "engine",
-    "digests",
     "handles",
 )
 COMPILED = sorted([*TE.rglob("*.pxd"), *TE.rglob("*.pyx")])

@@ -2,8 +2,8 @@
 /* XXH3-64 without a seed, after the published specification of the hash. It is here, and not called
    from Python's xxhash, so that a batch is hashed without the interpreter's lock, and what is large piece
    by piece: while it is copied, or where it lies in memory. */
-#ifndef TE_CORE_XXH3_H
-#define TE_CORE_XXH3_H
+#ifndef TE_XXH3_H
+#define TE_XXH3_H
 
 #include <stdint.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Digests (xxh3-64) of pieces of registered memory, and their bytes. What the processor reads is hashed where it lies; the
 # rest is copied into pinned memory by its kind first, and nothing here asks a device to wait. See
-# digests.pyi for the contract.
+# _digests.pyi for the contract.
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -16,7 +16,7 @@ from te.core.posix cimport EAGAIN, EOPNOTSUPP, ETIMEDOUT
 from te.core.regions cimport Region, regions_above, regions_hold, regions_let_go, Snapshot
 from te.core.sync cimport now_ns, ns_of, sleep_ns, u32, u64
 
-cdef extern from "core/xxh3.h" nogil:
+cdef extern from "xxh3.h" nogil:
     ctypedef struct xxh3_stream:
         pass
     void xxh3_open(xxh3_stream *stream)
