@@ -51,15 +51,16 @@ cdef void break_link(Link *link) noexcept nogil:
     given up, the rails are drained. A fence that comes in the middle has all of it looked at again."""
     cdef Direct *d = direct_of(link)
     cdef u32 asked = load32(&d.breaks_asked)
+    cdef u64 now = now_ns()
     if load32(&link.has_ended):
         return
     if asked != d.breaks_begun:
         d.breaks_begun = asked
         d.must_drain = not link.is_incoming
-        revoke_closed(link)
+        revoke_closed(link, now)
     if d.is_draining and not are_drained(link):
         return
-    if d.must_drain or is_overdue(link):
+    if d.must_drain or is_overdue(link, now):
         d.must_drain = False
         drain_all(link)
         if not are_drained(link):
@@ -69,11 +70,11 @@ cdef void break_link(Link *link) noexcept nogil:
         futex_wake_all(&d.breaks_done)
 
 
-cdef void revoke_closed(Link *link) noexcept nogil:
+cdef void revoke_closed(Link *link, u64 now) noexcept nogil:
     """Refuses what was granted under tags that are closed by now."""
     cdef Connection *c = control_lock(link)
     cdef Arriving *a
-    cdef u64 i, now = now_ns()
+    cdef u64 i
     cdef char reason[TEXT_MAX]
     for i in range(link.arriving.size):
         a = <Arriving *>link.arriving.values[i]
@@ -87,12 +88,12 @@ cdef void revoke_closed(Link *link) noexcept nogil:
     control_unlock(c)
 
 
-cdef bint is_overdue(Link *link) noexcept nogil:
+cdef bint is_overdue(Link *link, u64 now) noexcept nogil:
     """Whether the source has not stopped what was revoked for as long as makes a rail suspect at
     the latest; or cannot say so, without a rail."""
     cdef Direct *d = direct_of(link)
     cdef Arriving *a
-    cdef u64 i, now = now_ns()
+    cdef u64 i
     cdef bint overdue = False, has_rail = False
     if d.revoked == 0:
         return False
