@@ -123,6 +123,8 @@ cdef struct Workers:
 # At a check: for how long it has been silent that last moved then. What is beyond `most_ns` between two checks is
 # time in which its worker did not run.
 cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept nogil
+# Between two checks: whether it may have lasted for longer than the limit at the next one.
+cdef bint silence_ends_soon(const Silence *s, u64 limit_ns, u64 most_ns) noexcept nogil
 
 # Of the time between two checks, which is to be `check_ns`, what counts at most. A few checks make a stall however
 # seldom this process runs, and behind the longest freeze a peer has most of `stall_ns` to answer.

@@ -161,6 +161,24 @@ def test_a_rail_that_breaks_behind_a_flood_of_events_comes_back() -> None:
         wait_until(lambda: (0, 2) in raw.rails and peer.rails == 1, "the rail is back")
 
 
+@pytest.mark.slow
+def test_rails_go_before_their_link_where_both_have_the_same_time_out() -> None:
+    """Its end tells what had landed, and the link stays for the rail that comes back."""
+    wires, memory = Wires(), np.zeros((2, PAGE), np.uint8)
+    alike = {"rail_timeout_s": 2.0, "stall_timeout_s": 2.0, "rail_backoff_max_s": 0.05}
+    with NullEngine(wires, 1, **alike) as source, NullEngine(wires, 1) as target:
+        source.register(memory[0])
+        target.register(memory[1], remote="read-write")
+        peer = source.connect(target.card(), TIMEOUT_S)
+        blocks = te.Blocks.of(memory[0].ctypes.data, memory[1].ctypes.data, PAGE)
+        wires.hold(True)
+        assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        assert peer.alive
+        wires.hold(False)
+        wait_until(lambda: peer.rails == 1, "the rail is back")
+        assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+
+
 class HeldAttempt:
     """The first attempt to make a rail, held until it is let go; the others go on."""
 

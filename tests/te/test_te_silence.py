@@ -15,6 +15,9 @@ pytestmark = pytest.mark.pure
 
 _U64 = ctypes.c_uint64
 _lasts = function("te.core.worker", "silence_lasts", _U64, ctypes.c_void_p, _U64, _U64, _U64)
+_ends_soon = function(
+    "te.core.worker", "silence_ends_soon", ctypes.c_int, ctypes.c_void_p, _U64, _U64
+)
 _counts_most = function("te.core.worker", "counts_most_ns", _U64, _U64, _U64)
 MOST = 20
 
@@ -27,6 +30,9 @@ class Silence:
 
     def check(self, now: int, moved: int, most: int = MOST) -> int:
         return int(_lasts(ctypes.byref(self._kept), moved, now, most))
+
+    def ends_soon(self, limit: int, most: int) -> bool:
+        return bool(_ends_soon(ctypes.byref(self._kept), limit, most))
 
 
 def test_it_lasts_from_the_check_that_saw_it_first() -> None:
@@ -69,3 +75,40 @@ def test_it_never_lasts_longer_than_the_time_that_was_looked_at(steps: Any) -> N
         moved += moves
         expected = 0 if moves else expected + min(gap, MOST)
         assert one.check(now, moved) == expected
+
+
+@given(
+    st.integers(1, 100),
+    st.lists(st.tuples(st.integers(1, 2_000), st.booleans()), min_size=8),
+    st.booleans(),
+)
+def test_a_rail_goes_before_its_link_where_both_have_the_same_time_out(
+    check: int, rounds: list[tuple[int, bool]], is_late: bool
+) -> None:
+    """However the worker was held up, in whichever order it checks them, and though the rail moved
+    after the check that saw the link move: when the link is found stalled, the rail ends soon."""
+    limit = 400
+    link, rail, most = Silence(), Silence(), int(_counts_most(check, limit))
+    now, is_suspect = 1, False
+    for turn, (gap, is_first) in enumerate(rounds * 8):
+        now += gap
+        moved = 1 if turn or not is_late else 0
+        if is_first:
+            rail.check(now, moved, most)
+        was_suspect, is_suspect = is_suspect, link.check(now, 1, most) > limit
+        if was_suspect and is_suspect:
+            assert rail.ends_soon(limit, most)
+            return
+        if not is_first:
+            rail.check(now, moved, most)
+
+
+def test_a_rail_that_moved_a_while_ago_does_not_end_soon() -> None:
+    rail, limit, check = Silence(), 400, 10
+    most = int(_counts_most(check, limit))
+    found = []
+    for turn in range(limit // check):
+        rail.check(1 + turn * check, 1, most)
+        found.append(rail.ends_soon(limit, most))
+    assert found.index(True) == (limit - most) // check + 1
+    assert all(found[found.index(True) :])

@@ -270,15 +270,15 @@ cdef bint gives_up_transfers(Link *link) noexcept nogil:
 
 
 cdef bint is_losing_a_rail(Link *link) noexcept nogil:
-    """A worker that was not run for a while finds a rail and its link silent for too long in the
-    same round. The rail goes first, since what it moves or gives up is not stalled; and its
-    destination has a moment to answer."""
+    """A rail and its link may be silent for too long at the same check, or a check apart: where a worker did not run
+    for a while, and where both have the same time-out. The rail goes first, since what it moves or gives up is not
+    stalled; and its destination has a moment to answer."""
     cdef Direct *d = direct_of(link)
-    cdef u64 now = now_ns()
+    cdef u64 now = now_ns(), most_ns = counts_most_ns(link.plane.workers.check_ns, link.plane.rail_ns)
     cdef u64 moment_ns = min(link.plane.rail_ns, link.plane.stall_ns)
     cdef u32 i
     for i in range(d.rails_n):
-        if carries(&d.rails[i]) and d.qps[i].silence.lasted_ns > link.plane.rail_ns:
+        if carries(&d.rails[i]) and silence_ends_soon(&d.qps[i].silence, link.plane.rail_ns, most_ns):
             return True
         if d.rails[i].state == RAIL_UNSETTLED and now < d.rails[i].since_ns + moment_ns:
             return True
