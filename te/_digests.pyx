@@ -14,7 +14,7 @@ from te.core.heap cimport need
 from te.core.kinds cimport Copy, Event, Kind, TO_HOST, TOUCHED_BY_CPU
 from te.core.posix cimport EAGAIN, EOPNOTSUPP, ETIMEDOUT
 from te.core.regions cimport Region, regions_above, regions_hold, regions_let_go, Snapshot
-from te.core.sync cimport now_ns, ns_of, sleep_ns, u32, u64
+from te.core.sync cimport look_later, now_ns, ns_of, u32, u64
 
 cdef extern from "xxh3.h" nogil:
     ctypedef struct xxh3_stream:
@@ -189,9 +189,8 @@ cdef int finish(Slot *slot, u64 until_ns) noexcept nogil:
             slot.kind.ops.release(slot.kind.state, slot.event)
             slot.event = NULL
             return answer
-        if now_ns() >= until_ns:
+        if not look_later(until_ns, NAP_NS):
             return ETIMEDOUT
-        sleep_ns(NAP_NS)
 
 
 cdef void take(Hashing *h, const Shape *shape, Slot *slot, u64 *found) noexcept nogil:

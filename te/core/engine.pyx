@@ -99,8 +99,7 @@ cdef class Engine:
         cdef bint done
         with nogil:
             done = plane_unstage(self.p)
-            while not done and now_ns() < until:
-                sleep_ns(200000)
+            while not done and look_later(until, LOOK_NS):
                 done = plane_unstage(self.p)
         return done
 

@@ -6,9 +6,6 @@ from te.core.plane cimport plane_quiesce
 from te.core.sync cimport *
 from te.core.tags cimport opening_admits
 
-cdef enum:
-    LOOK_NS = 200000  # between two looks at what is granted
-
 
 cdef void withdraw(Plane *p, Opening *o) noexcept nogil:
     """Tells the owners of all links that the opening is for."""
@@ -29,7 +26,6 @@ cdef bint fence_opening(Plane *p, Opening *o, u64 until_ns) noexcept nogil:
     if load32(&o.granted) and not swap32(&o.is_withdrawn, 1):
         withdraw(p, o)
     while load32(&o.granted):
-        if now_ns() >= until_ns:
+        if not look_later(until_ns, LOOK_NS):
             return False
-        sleep_ns(LOOK_NS)
     return True

@@ -5,11 +5,8 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.heap cimport need
-from te.core.sync cimport add32, load32, load64, now_ns, sleep_ns, store_pointer, u32, u64
+from te.core.sync cimport add32, load32, load64, look_later, LOOK_NS, store_pointer, u32, u64
 from te.core.wire cimport REMOTE_RIGHTS, RIGHT_READ, RIGHT_UNTAGGED
-
-cdef enum:
-    LOOK_NS = 200000  # between two looks at who reads
 
 
 def packed_key(u64 start, u64 end, object lkeys, object rkeys, object distances):
@@ -61,8 +58,8 @@ cdef void region_drop(Region *r) noexcept nogil:
 
 
 cdef void await_readers(Region *r, u64 until_ns) noexcept nogil:
-    while load32(&r.readers) and now_ns() < until_ns:
-        sleep_ns(LOOK_NS)
+    while load32(&r.readers) and look_later(until_ns, LOOK_NS):
+        pass
 
 
 # -- all of them

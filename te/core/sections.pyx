@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.sync cimport load64, load_pointer, now_ns, relax, sleep_ns, u32, u64
+from te.core.sync cimport load64, load_pointer, look_later, relax, u32, u64
 
 
 cdef inline bint concerns(Section *s, void *link, void *opening) noexcept nogil:
@@ -31,8 +31,7 @@ cdef bint quiesce(
             # Of the section that was seen: what it writes is taken back before it is left.
             if is_elsewhere(all.of[i], start, end) and load64(&all.of[i].count) == seen:
                 break
-            if now_ns() >= until_ns:
+            if not look_later(until_ns, pause_ns):
                 return False
-            sleep_ns(pause_ns)
             pause_ns = min(pause_ns + pause_ns / 8, <u64>1000000)
     return True

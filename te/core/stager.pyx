@@ -7,7 +7,7 @@ from te.core.heap cimport need
 from te.core.posix cimport iovec
 from te.core.regions cimport regions_above
 from te.core.staging cimport *
-from te.core.sync cimport now_ns, sleep_ns, store32
+from te.core.sync cimport look_later, store32
 from te.core.worker cimport PolledOps, plain_polled_ops, polled_again, polled_gone, worker_add, worker_wake
 
 
@@ -114,9 +114,8 @@ cdef bint stager_free(Stager *s) noexcept nogil:
 cdef bint ring_quiesce(Staging *ring, void *link, void *opening, u64 until_ns) noexcept nogil:
     cdef u64 mark = staging_mark(ring)
     while not staging_ended(ring, mark, link, opening):
-        if now_ns() >= until_ns:
+        if not look_later(until_ns, 20000):
             return False
-        sleep_ns(20000)
     return True
 
 

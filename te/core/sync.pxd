@@ -49,6 +49,9 @@ cdef extern from "<time.h>" nogil:
     struct timespec:
         long tv_sec, tv_nsec
 
+cdef enum:
+    LOOK_NS = 200000  # between two looks, where a device or another thread takes milliseconds
+
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
     int sched_getcpu()
@@ -56,3 +59,11 @@ cdef extern from "<sched.h>" nogil:
 
 cdef inline u64 ns_of(double seconds) noexcept nogil:
     return <u64>(min(max(seconds, 0.0), 1e9) * 1e9)
+
+
+cdef inline bint look_later(u64 until_ns, u64 pause_ns) noexcept nogil:
+    """Of a thread that waits for what nobody wakes it for: sleeps before its next look; False when the time is over."""
+    if now_ns() >= until_ns:
+        return False
+    sleep_ns(pause_ns)
+    return True
