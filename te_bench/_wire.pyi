@@ -21,3 +21,19 @@ def ring_limits() -> dict[str, int]:
 
 def ring_layout() -> dict[str, int]:
     """Offsets in the head of a ring, by name."""
+
+class Records:
+    """Encrypted records (encryption.pxd has the format) over ``fd``, one end of a socket that is
+    not the plane's. ``out``, ``into``: the secrets of what goes out and of what comes in.
+    ``OSError``."""
+
+    def __init__(self, fd: int, out: bytes, into: bytes, rekey_records: int = 0) -> None: ...
+    @property
+    def ready(self) -> bool:
+        """Whether there is more to receive than the socket shows."""
+
+    def send(self, data: bytes, own: bool = True) -> int:
+        """How many bytes were sent; of the others the next call must offer the same again."""
+
+    def receive(self, room: bytearray, own: bool = True) -> int:
+        """How many bytes were put into ``room``; 0 at the end of the stream."""

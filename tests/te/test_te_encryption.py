@@ -25,7 +25,7 @@ from te.handshake import Card, decode_card, encode
 from te.proof import Key, stream_secrets
 from te.transports import registry
 from te.transports.tcp import transport as tcp
-from te.transports.tcp.encryption import Records
+from te_bench._wire import Records
 
 A, B = bytes(range(32)), bytes(range(32, 64))
 RECORD_BYTES = 64 << 10

@@ -103,7 +103,8 @@ def test_what_else_is_compiled_knows_the_core_and_the_verbs() -> None:
         *(TE / "verbs").glob("*.p[xy]*"),
     ]
     known = {f"te.core.{layer}" for layer in LAYERS} | {"te.verbs.abi"}
-    of_file = {"abi.pxd": set(), "_wire.pyx": known | {"te.transports.samehost.rings"}}
+    formats = {"te.transports.samehost.rings", "te.transports.tcp.encryption"}
+    of_file = {"abi.pxd": set(), "_wire.pyx": known | formats}
     for file in files:
         if file.suffix in (".pxi", ".pyx", ".pxd"):
             assert cimported(file) <= of_file.get(file.name, known), file.name

@@ -1,17 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
-from te.core.channels cimport ChannelOps, channel_moved, channel_new, socket_ops
+from te.core.channels cimport ChannelOps, channel_new, socket_ops
 from te.core.heap cimport need
 from te.core.posix cimport *
 from te.core.sync cimport last_errno, load32, store32, u32, u64
 from te.core.vectors cimport behind, within
-
-import os
 
 cdef extern from "<dlfcn.h>" nogil:
     void *dlopen(const char *name, int flags)
@@ -370,45 +367,3 @@ cdef Channel *encrypted_new(
         return NULL
     errnum[0] = 0
     return &s.channel
-
-
-cdef class Records:
-    """One end of a socket, for whoever is not the plane."""
-    cdef Channel *c
-
-    def __cinit__(self, int fd, bytes out, bytes into, u64 rekey_records=0):
-        cdef int errnum
-        assert len(out) == len(into) == SECRET_BYTES
-        self.c = encrypted_new(
-            fd, <const uint8_t *><char *>out, <const uint8_t *><char *>into, rekey_records, &errnum)
-        if self.c == NULL:
-            raise OSError(errnum, f"cannot encrypt: {os.strerror(errnum)}")
-
-    def __dealloc__(self):
-        if self.c != NULL:
-            self.c.ops.free(self.c)
-
-    @property
-    def ready(self):
-        return channel_moved(self.c, EPOLLIN)
-
-    def send(self, data, bint own=True):
-        return self._moved(send_some, data, PyBUF_SIMPLE, own)
-
-    def receive(self, room, bint own=True):
-        return self._moved(receive, room, PyBUF_WRITABLE, own)
-
-    cdef _moved(
-        self, ssize_t (*move)(Channel *, iovec *, u32, bint) noexcept nogil, buffer, int how, bint own
-    ):
-        # Not a memoryview of Cython's: 20,000 lines of C, and six times as long to compile.
-        cdef Py_buffer view
-        cdef iovec v
-        cdef ssize_t moved
-        PyObject_GetBuffer(buffer, &view, how)
-        v.iov_base, v.iov_len = view.buf, view.len
-        moved = move(self.c, &v, 1, own)
-        PyBuffer_Release(&view)
-        if moved < 0:
-            raise OSError(<int>-moved, os.strerror(<int>-moved))
-        return moved
