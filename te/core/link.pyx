@@ -10,7 +10,7 @@ from te.core.maps cimport map_free
 from te.core.notes cimport lane_drop, lane_new
 from te.core.notices cimport bulletin_put
 from te.core.sync cimport *
-from te.core.tally cimport code_of, outcomes_add, tally_add, tally_of, LEDGERS_MAX, Tally
+from te.core.tally cimport code_of, counters_add, tally_of, LEDGERS_MAX, Tally
 from te.core.worker cimport polled_kick
 
 
@@ -63,7 +63,7 @@ cdef void link_tally(Link *link, Ledger *ledgers) noexcept nogil:
     for i in range(RAILS_MAX):
         tally.sent_nbytes[i] += load64(&link.flows[i].sent_nbytes)
         tally.received_nbytes[i] += load64(&link.flows[i].received_nbytes)
-    outcomes_add(&tally.outcomes, &link.outcomes)
+    counters_add(&tally.outcomes, &link.outcomes, sizeof(Outcomes))
     if load32(&link.dead):
         tally.ended[code_of(link.code)] += 1
 
@@ -74,7 +74,8 @@ cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil:
     pthread_mutex_lock(&p.lock)
     for i in range(LEDGERS_MAX):
         if p.ledgers[i].transport != NULL:
-            tally_add(tally_of(ledgers, p.ledgers[i].transport), &p.ledgers[i].tally)
+            counters_add(
+                tally_of(ledgers, p.ledgers[i].transport), &p.ledgers[i].tally, sizeof(Tally))
     link = <Link *>p.links_first
     while link != NULL:
         link_tally(link, ledgers)

@@ -83,7 +83,8 @@ cdef bint load_ranges(Connection *c) noexcept nogil:
     return True
 
 
-cdef Arriving *receiving_some(Connection *c) noexcept nogil:
+cdef Arriving *begin_some(Connection *c) noexcept nogil:
+    """Of a frame that brings some of a transfer, or says where it lies; NULL after a violation."""
     cdef Payload *p = payload_of(c)
     cdef char text[TEXT_MAX]
     cdef Arriving *a
@@ -190,7 +191,8 @@ cdef void serve_read(Connection *c) noexcept nogil:
 
 # -- the protocol
 
-cdef bint receiving_frame(Connection *c) noexcept nogil:
+cdef bint take_frame(Connection *c) noexcept nogil:
+    """False after a violation."""
     cdef Arriving *a
     if c.head.kind == END:
         return receiving_empty(c, &payload_of(c).last_id)
@@ -201,26 +203,34 @@ cdef bint receiving_frame(Connection *c) noexcept nogil:
             return False
         serve_read(c)
         return True
-    a = receiving_some(c)
+    a = begin_some(c)
     if a != NULL and not landing_begin(c, a):
         throw_away(c)
     return a != NULL
 
 
-cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
-    cdef Moved state
+cdef Moved receiving_read(Connection *c, bint answers_only, Arriving **pulled) noexcept nogil:
     cdef bint is_whole
-    if payload_of(c).stand != AT_HEAD:
-        return leave_to_worker(c) if answers_only else landing_receive(c)
-    state = frame_read(c, answers_only, &is_whole)
+    cdef Moved state = frame_read(c, answers_only, &is_whole)
+    pulled[0] = NULL
     if not is_whole:
         return state
     if c.head.kind == ACK:
         return acknowledged(c, state)
-    if not receiving_frame(c):
+    if c.head.kind == PULL:
+        pulled[0] = begin_some(c)
+        return LOST if pulled[0] == NULL else state
+    if not take_frame(c):
         return LOST
     # With a payload to come it is worth looking; behind the last frame it is not.
     return state if payload_of(c).stand == AT_HEAD else MOVED
+
+
+cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
+    cdef Arriving *pulled
+    if payload_of(c).stand == AT_HEAD:
+        return receiving_read(c, answers_only, &pulled)
+    return leave_to_worker(c) if answers_only else landing_receive(c)
 
 
 cdef void settle(Connection *c) noexcept nogil:

@@ -45,23 +45,13 @@ cdef inline u32 code_of(int code) noexcept nogil:
     return <u32>code if 0 <= code < CODES_MAX else 0
 
 
-cdef inline void outcomes_add(Outcomes *into, Outcomes *more) noexcept nogil:
-    """`into` is the caller's alone."""
+cdef inline void counters_add(void *into, void *more, size_t nbytes) noexcept nogil:
+    """Of a struct that has nothing but counters. `into` is the caller's alone."""
     cdef u64 *to = <u64 *>into
     cdef u64 *of = <u64 *>more
-    cdef u32 i = 0
-    while i * sizeof(u64) < sizeof(Outcomes):
+    cdef u64 i
+    for i in range(nbytes // sizeof(u64)):
         to[i] += load64(&of[i])
-        i += 1
-
-
-cdef inline void tally_add(Tally *into, Tally *more) noexcept nogil:
-    cdef u64 *to = <u64 *>into
-    cdef u64 *of = <u64 *>more
-    cdef u32 i = 0
-    while i * sizeof(u64) < sizeof(Tally):
-        to[i] += of[i]
-        i += 1
 
 
 cdef inline Tally *tally_of(Ledger *ledgers, const char *transport) noexcept nogil:

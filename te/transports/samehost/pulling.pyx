@@ -5,7 +5,7 @@ from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, strerror
-from te.core.frames cimport LOST, MOVED, TAKEN, WAITING, frame_read, leave_to_worker, queue_frame
+from te.core.frames cimport LOST, MOVED, TAKEN, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
 from te.core.inbound cimport Arriving
 from te.core.kinds cimport Copy, Kind
@@ -13,8 +13,7 @@ from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick, rails_of
 from te.core.payload cimport AT_COPY, AT_HEAD, Payload
 from te.core.posix cimport EFAULT, iovec, process_vm_readv
-from te.core.receiving cimport receiving_frame, receiving_some
-from te.core.sending cimport acknowledged
+from te.core.receiving cimport receiving_read
 from te.core.sections cimport enter, leave, section_within
 from te.core.staged cimport (
     Part, staged_done, staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move,
@@ -527,19 +526,10 @@ cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
 cdef Moved read(Connection *c, bint answers_only) noexcept nogil:
     """Reads on with a frame, and begins what it asks for."""
     cdef Arriving *a
-    cdef bint is_whole
-    cdef Moved state = frame_read(c, answers_only, &is_whole)
-    if not is_whole:
+    cdef Moved state = receiving_read(c, answers_only, &a)
+    if a == NULL:
         return state
-    if c.head.kind == ACK:
-        return acknowledged(c, state)
-    if c.head.kind == PULL:
-        a = receiving_some(c)
-        if a == NULL:
-            return LOST
-        pull(c, a)
-    elif not receiving_frame(c):
-        return LOST
+    pull(c, a)
     return state if pulling_of(c).payload.stand == AT_HEAD else MOVED
 
 
