@@ -2,8 +2,9 @@
 # Arrays of iovecs.
 
 from libc.stdint cimport uint8_t
-from te.core.posix cimport iovec
-from te.core.sync cimport u32, u64
+from libc.string cimport memcpy
+from te.core.posix cimport iovec, preadv, pwritev
+from te.core.sync cimport last_errno, u32, u64
 
 
 cdef inline u32 within(iovec *v, u32 n, u64 most, u64 *cut) noexcept nogil:
@@ -42,3 +43,30 @@ cdef inline u32 advance(iovec *v, u32 at, u64 moved) noexcept nogil:
     v[at].iov_base = <uint8_t *>v[at].iov_base + moved
     v[at].iov_len -= moved
     return at
+
+
+cdef inline ssize_t file_copy(
+    int file, uint8_t *base, u64 at, iovec *v, u32 n, u64 most, bint own, bint out
+) noexcept nogil:
+    """Between a memory file, which is mapped at `base`, from `at` on, and so many bytes of iovecs at most: `out` of those
+    or into them. How many bytes, or an errno below zero. By the kernel, for which the application's memory that has
+    vanished is -EFAULT and no crash, unless it is the plane's `own`."""
+    cdef u64 cut
+    cdef u32 i, k = within(v, n, most, &cut)
+    cdef ssize_t moved = 0
+    if own:
+        for i in range(k):
+            if out:
+                memcpy(base + at + moved, v[i].iov_base, v[i].iov_len)
+            else:
+                memcpy(v[i].iov_base, base + at + moved, v[i].iov_len)
+            moved += v[i].iov_len
+    elif out:
+        moved = pwritev(file, v, k, at)
+    else:
+        moved = preadv(file, v, k, at)
+    if moved < 0:
+        moved = -last_errno()
+    if cut:
+        v[k - 1].iov_len = cut
+    return moved

@@ -3,11 +3,10 @@
 
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
-from libc.string cimport memcpy
 from te.core.channels cimport ChannelOps, channel_new, socket_ops
 from te.core.posix cimport *
 from te.core.sync cimport last_errno, load32, load64, now_ns, store32, store64, swap32, u32, u64
-from te.core.vectors cimport behind, within
+from te.core.vectors cimport behind, file_copy
 
 cdef enum:
     WAKE_NS = 10000  # from the return of write() to the look that wait() takes
@@ -84,43 +83,11 @@ cdef void arm(Channel *of, u32 interest) noexcept nogil:
 
 # -- moving bytes
 
-cdef ssize_t copy(Rings *c, u64 at, iovec *v, u32 n, u64 most, bint out) noexcept nogil:
-    """Between one contiguous part of a ring, `at` in the file, and memory of the application."""
-    cdef u64 cut
-    cdef u32 k = within(v, n, most, &cut)
-    cdef ssize_t moved
-    if out:
-        moved = pwritev(c.file, v, k, at)
-    else:
-        moved = preadv(c.file, v, k, at)
-    if cut:
-        v[k - 1].iov_len = cut
-    return -last_errno() if moved < 0 else moved
-
-
-cdef ssize_t copy_own(Rings *c, u64 at, iovec *v, u32 n, u64 most, bint out) noexcept nogil:
-    """The same with memory of the plane."""
-    cdef u64 done = 0, part
-    cdef u32 i = 0
-    while i < n and done < most:
-        part = min(<u64>v[i].iov_len, most - done)
-        if out:
-            memcpy(c.base + at + done, v[i].iov_base, part)
-        else:
-            memcpy(v[i].iov_base, c.base + at + done, part)
-        done += part
-        i += 1
-    return done
-
-
 cdef ssize_t move_part(
     Rings *c, u64 base, u64 position, u64 room, iovec *v, u32 n, bint own, bint out
 ) noexcept nogil:
     cdef u64 at = position % RING_BYTES
-    cdef u64 most = min(room, RING_BYTES - at)
-    if own:
-        return copy_own(c, base + at, v, n, most, out)
-    return copy(c, base + at, v, n, most, out)
+    return file_copy(c.file, c.base, base + at, v, n, min(room, RING_BYTES - at), own, out)
 
 
 cdef ssize_t move(

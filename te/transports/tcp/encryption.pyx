@@ -8,7 +8,7 @@ from te.core.channels cimport ChannelOps, channel_new, socket_ops
 from te.core.heap cimport need
 from te.core.posix cimport *
 from te.core.sync cimport last_errno, load32, store32, u32, u64
-from te.core.vectors cimport behind, within
+from te.core.vectors cimport behind, file_copy
 
 cdef extern from "<dlfcn.h>" nogil:
     void *dlopen(const char *name, int flags)
@@ -181,32 +181,13 @@ cdef ssize_t copy(
     Encrypted *s, u64 at, iovec *v, u32 n, u64 skip, u64 most, bint own, bint out
 ) noexcept nogil:
     """Between the file, from `at` on, and what lies `skip` bytes into the vectors; how many bytes."""
-    cdef u64 cut, done = 0, part
-    cdef u32 i, k
     cdef iovec was
     cdef ssize_t moved
     v = behind(v, &n, skip, &was)
     if n == 0:
         return 0
-    k = within(v, n, most, &cut)
-    if own:
-        for i in range(k):
-            part = v[i].iov_len
-            if out:
-                memcpy(s.base + at + done, v[i].iov_base, part)
-            else:
-                memcpy(v[i].iov_base, s.base + at + done, part)
-            done += part
-        moved = done
-    elif out:
-        moved = pwritev(s.file, v, k, at)
-    else:
-        moved = preadv(s.file, v, k, at)
-    if moved < 0:
-        moved = -last_errno()
-    if cut:
-        v[k - 1].iov_len = cut
-    v[0] = was  # It may be the one that was cut.
+    moved = file_copy(s.file, s.base, at, v, n, most, own, out)
+    v[0] = was
     return moved
 
 
