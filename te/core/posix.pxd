@@ -91,7 +91,7 @@ cdef extern from "<sys/mman.h>" nogil:
 
 cdef extern from "<errno.h>" nogil:
     enum: E2BIG, EAGAIN, EBADMSG, EINTR, EIO, EFAULT, EINVAL, EMSGSIZE, ENOMEM, ENOSYS, EOPNOTSUPP
-    enum: EPIPE, EPROTO, ETIMEDOUT
+    enum: EPIPE, ETIMEDOUT
 
 
 cdef enum:

@@ -6,7 +6,7 @@ from te.core.frames cimport Connection
 from te.core.kinds cimport Copy, Kind
 from te.core.link cimport Transfer
 from te.core.posix cimport iovec
-from te.core.staging cimport Lane, Slot, SLOTS_MAX, Span
+from te.core.staging cimport Lane, Slot, SLOTS_MAX
 from te.core.sync cimport u32, u64
 
 cdef enum:
@@ -72,12 +72,12 @@ cdef void staged_return(Connection *c) noexcept nogil
 # Inside the section of `opening`: begins to copy what the slot has to the next of these ranges.
 cdef void staged_scatter(Connection *c, iovec *ranges, void *opening) noexcept nogil
 # Inside it, of memory of another process that a kind has mapped, with a slot of `staged_slot`: copies
-# `nbytes` of it to where they belong, past the slot, which is the lane's no more. Or copies some into the
-# slot: until `staged_gathered` the connection is held up.
+# `nbytes` of it to where they belong, past the slot, which is the lane's no more. Or copies what the copies name
+# into the slot, wherever they lead: until `staged_gathered` the connection is held up.
 cdef void staged_move(
     Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *opening
 ) noexcept nogil
-cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *opening) noexcept nogil
+cdef void staged_gather(Connection *c, Kind *kind, const Copy *copies, u32 n, void *opening) noexcept nogil
 # The slot if it has what was gathered, and may be scattered, or holds the fault; NULL if not yet.
 cdef Slot *staged_gathered(Connection *c) noexcept nogil
 # Whether others wait for a slot.

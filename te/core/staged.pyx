@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.heap cimport need
@@ -169,8 +170,12 @@ cdef void staged_move(
     note_part(s, nbytes)
 
 
-cdef void staged_gather(Connection *c, const Span *spans, u32 n, void *opening) noexcept nogil:
+cdef void staged_gather(Connection *c, Kind *kind, const Copy *copies, u32 n, void *opening) noexcept nogil:
+    cdef Span spans[SPANS_MAX]
     cdef Staged *s = staged_of(c)
+    cdef u32 i
+    for i in range(n):
+        spans[i].kind, spans[i].at, spans[i].nbytes = kind, <uint8_t *>copies[i].src, copies[i].nbytes
     s.into.last.is_foreign = s.is_gathering = c.is_held_up = True
     slot_gather(&stager_of(c).into, s.into.last, spans, n, c.link, opening)
 

@@ -7,7 +7,6 @@ from te.core.frames cimport Connection
 from te.core.kinds cimport Copy, Kind
 from te.core.link cimport Link
 from te.core.posix cimport iovec
-from te.core.staging cimport Span
 from te.core.sync cimport u32, u64
 from te.transports.samehost.state cimport Mapping, Samehost
 
@@ -41,15 +40,11 @@ cdef void mappings_keep(Link *link, Mapping *taken) noexcept nogil
 # Of a link that nobody has any more.
 cdef void mappings_free(Link *link) noexcept nogil
 
-# What comes next of a connection's payload lies in memory that a kind has mapped, `remote` says where.
-# How much of it that kind can copy to where it belongs, as so many copies (`most` at most); 0 if that
-# begins with memory that is not the kind's.
-cdef u32 direct_copies(
-    Connection *c, iovec *remote, Copy *copies, u32 most, Kind **kind, u64 *nbytes
-) noexcept nogil
-# The same as spans to be gathered, of so many bytes in all at most.
-cdef u32 mapped_spans(
-    Connection *c, iovec *remote, Span *spans, u32 most, u64 most_bytes
+# What comes next of a connection's payload lies in memory that a kind has mapped, `remote` says where. How much of it that
+# kind can copy at once, as so many copies (`most` at most); 0 if that begins with memory that is not the kind's.
+# `is_direct`: to where it belongs, which is memory of the same kind. Else it is to go through a slot of `slot_bytes`.
+cdef u32 mapped_copies(
+    Connection *c, iovec *remote, Copy *copies, u32 most, u64 slot_bytes, Kind **kind, bint *is_direct, u64 *nbytes
 ) noexcept nogil
 # How many bytes come before the first that a kind has mapped.
 cdef u64 bytes_before_kinds(Connection *c, iovec *remote) noexcept nogil

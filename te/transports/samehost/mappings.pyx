@@ -10,7 +10,6 @@ from te.core.payload cimport Payload, payload_of
 from te.core.plane cimport plane_private
 from te.core.posix cimport _SC_PAGESIZE, iovec, mincore, munmap, sysconf
 from te.core.regions cimport regions_above, Snapshot
-from te.core.staging cimport Span
 from te.core.sync cimport add64, load32, load_pointer, or32, store32, store_pointer, u32, u64
 from te.transports.samehost.state cimport Mapping, Samehost
 
@@ -147,10 +146,6 @@ cdef void mappings_free(Link *link) noexcept nogil:
 
 # -- copies by kinds
 
-cdef inline u64 left_of(Payload *p, u32 i, u64 offset) noexcept nogil:
-    return p.local[i].iov_len - offset
-
-
 cdef Kind *kind_at(Snapshot *now, u64 address, u64 *end) noexcept nogil:
     """Of the registered memory there, and where its region ends; NULL if there is none."""
     cdef u32 i = regions_above(now.regions, now.count, address)
@@ -160,8 +155,8 @@ cdef Kind *kind_at(Snapshot *now, u64 address, u64 *end) noexcept nogil:
     return now.regions[i - 1].kind
 
 
-cdef u32 direct_copies(
-    Connection *c, iovec *remote, Copy *copies, u32 most, Kind **kind, u64 *nbytes
+cdef u32 mapped_copies(
+    Connection *c, iovec *remote, Copy *copies, u32 most, u64 slot_bytes, Kind **kind, bint *is_direct, u64 *nbytes
 ) noexcept nogil:
     cdef Samehost *own = <Samehost *>c.link.own
     cdef Payload *p = payload_of(c)
@@ -169,46 +164,26 @@ cdef u32 direct_copies(
     cdef u32 i = p.local_at, n = 0
     cdef u64 src, dst, end = 0, part, offset = 0
     cdef Mapping *m = NULL
-    kind[0] = NULL
+    cdef bint is_its_own
+    is_direct[0] = False
     nbytes[0] = 0
-    while i < p.local_n and n < most:
+    while i < p.local_n and n < most and (is_direct[0] or nbytes[0] < slot_bytes):
         src, dst = <u64>remote[i].iov_base + offset, <u64>p.local[i].iov_base + offset
         if m == NULL or not m.start <= src < m.end:
             m = mapping_at(own, src)
-        if m == NULL or m.kind == NULL or kind_at(now, dst, &end) != m.kind:
+        if m == NULL or m.kind == NULL:
             break
-        if kind[0] != NULL and kind[0] != m.kind:
+        is_its_own = kind_at(now, dst, &end) == m.kind
+        if n == 0:
+            kind[0], is_direct[0] = m.kind, is_its_own
+        elif m.kind != kind[0] or is_its_own != is_direct[0]:
             break
-        kind[0] = m.kind
-        part = min(left_of(p, i, offset), min(m.end - src, end - dst))
+        part = min(p.local[i].iov_len - offset, m.end - src)
+        part = min(part, end - dst if is_its_own else slot_bytes - nbytes[0])
         copies[n].dst, copies[n].src = <void *>dst, m.here + (src - m.start)
         copies[n].nbytes = part
         n += 1
         nbytes[0] += part
-        offset += part
-        if offset == p.local[i].iov_len:
-            i += 1
-            offset = 0
-    return n
-
-
-cdef u32 mapped_spans(
-    Connection *c, iovec *remote, Span *spans, u32 most, u64 most_bytes
-) noexcept nogil:
-    cdef Samehost *own = <Samehost *>c.link.own
-    cdef Payload *p = payload_of(c)
-    cdef u32 i = p.local_at, n = 0
-    cdef u64 src, part, offset = 0
-    cdef Mapping *m
-    while i < p.local_n and n < most and most_bytes:
-        src = <u64>remote[i].iov_base + offset
-        m = mapping_at(own, src)
-        if m == NULL or m.kind == NULL:
-            break
-        part = min(min(left_of(p, i, offset), m.end - src), most_bytes)
-        spans[n].kind, spans[n].at, spans[n].nbytes = m.kind, m.here + (src - m.start), part
-        n += 1
-        most_bytes -= part
         offset += part
         if offset == p.local[i].iov_len:
             i += 1

@@ -19,7 +19,7 @@ from te.core.staged cimport (
     Part, staged_done, staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move,
     staged_slot, staged_slot_bytes,
 )
-from te.core.staging cimport Slot, Span, SPANS_MAX
+from te.core.staging cimport Slot, SPANS_MAX
 from te.core.sync cimport *
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, BLOCKS_MAX, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
@@ -31,7 +31,7 @@ from te.transports.samehost.alive cimport (
     ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
 )
 from te.transports.samehost.mappings cimport (
-    bytes_before_kinds, direct_copies, is_kinds, mapped_spans, mapping_at, mapping_has,
+    bytes_before_kinds, is_kinds, mapped_copies, mapping_at, mapping_has,
 )
 from te.transports.samehost.state cimport Job, Mapping, NONCE_BYTES, Pulling, Samehost
 
@@ -402,7 +402,7 @@ cdef Moved copy_by_kind(Connection *c) noexcept nogil:
     enter(&c.polled.worker.section, c.link, a.opening)
     good = landing_may_land(c, reason)
     if good:
-        good = move_direct(c) or gather(c, reason)
+        good = begin_by_kind(c, reason)
     leave(&c.polled.worker.section)
     if not good:
         landing_refuse(c, reason)
@@ -416,30 +416,27 @@ cdef Moved copy_by_kind(Connection *c) noexcept nogil:
     return MOVED
 
 
-cdef bint move_direct(Connection *c) noexcept nogil:
+cdef bint begin_by_kind(Connection *c, char *reason) noexcept nogil:
+    """Inside the section; False, with a reason, if the memory is not mapped any more."""
     cdef Copy copies[SPANS_MAX]
     cdef Pulling *p = pulling_of(c)
+    cdef void *opening = p.payload.arriving.opening
     cdef Kind *kind
+    cdef bint is_direct
     cdef u64 nbytes
-    cdef u32 n = direct_copies(c, p.remote, copies, SPANS_MAX, &kind, &nbytes)
+    cdef u32 n = mapped_copies(
+        c, p.remote, copies, SPANS_MAX, staged_slot_bytes(c), &kind, &is_direct, &nbytes)
     if n == 0:
+        snprintf(reason, TEXT_MAX, b"the source memory is mapped no more")
         return False
-    staged_move(c, kind, copies, n, nbytes, p.payload.arriving.opening)
+    if not is_direct:
+        staged_gather(c, kind, copies, n, opening)
+        return True
+    staged_move(c, kind, copies, n, nbytes, opening)
     p.payload.left -= nbytes
     if p.payload.left:
         advance(p.remote, p.payload.local_at, nbytes)
         p.payload.local_at = advance(p.payload.local, p.payload.local_at, nbytes)
-    return True
-
-
-cdef bint gather(Connection *c, char *reason) noexcept nogil:
-    cdef Span spans[SPANS_MAX]
-    cdef u32 n = mapped_spans(
-        c, pulling_of(c).remote, spans, SPANS_MAX, staged_slot_bytes(c))
-    if n == 0:
-        snprintf(reason, TEXT_MAX, b"the source memory is mapped no more")
-        return False
-    staged_gather(c, spans, n, pulling_of(c).payload.arriving.opening)
     return True
 
 
