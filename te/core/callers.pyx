@@ -6,7 +6,7 @@ from te.core.connections cimport connection_arm, set_interest
 from te.core.frames cimport *
 from te.core.link cimport *
 from te.core.plane cimport DONE, FAILED, PENDING
-from te.core.posix cimport EPOLLIN, EPOLLOUT, POLLIN, pollfd, ppoll
+from te.core.posix cimport EPOLLIN, EPOLLOUT, POLLIN, poll_one
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_drop, transfer_list, transfer_settle
 from te.core.worker cimport (
@@ -226,14 +226,8 @@ cdef bint await_ring(Connection *c) noexcept nogil:
 
 cdef void doze(Look *look, u64 nap_ns) noexcept nogil:
     """Sleeps until the connection has something to read, or for a while."""
-    cdef pollfd p
-    cdef timespec most
-    most.tv_sec = 0
-    most.tv_nsec = min(nap_ns, <u64>NAP_MOST_NS)
     # If the descriptor is gone or another's by now, the answer only comes a little later.
-    p.fd = look.fd
-    p.events = POLLIN
-    look.has_rung = ppoll(&p, 1, &most, NULL) == 1
+    look.has_rung = poll_one(look.fd, POLLIN, min(nap_ns, <u64>NAP_MOST_NS)) == 1
 
 
 cdef void leave(Look *look, bint is_for_worker) noexcept nogil:

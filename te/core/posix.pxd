@@ -60,7 +60,6 @@ cdef extern from "<poll.h>" nogil:
     struct pollfd:
         int fd
         short events, revents
-    int poll(pollfd *fds, unsigned long n, int timeout_ms)
     int ppoll(pollfd *fds, unsigned long n, const timespec *timeout, const void *signals)
     enum: POLLIN, POLLRDHUP
 
@@ -97,6 +96,25 @@ cdef extern from "<errno.h>" nogil:
 cdef enum:
     F_SEAL_FUTURE_WRITE = 0x10  # C libraries before 2.29 have no name for it
     HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
+
+
+cdef inline ssize_t process_read(pid_t pid, u64 address, void *into, size_t nbytes) noexcept nogil:
+    """Of another process's memory; as process_vm_readv(2)."""
+    cdef iovec near, far
+    near.iov_base, far.iov_base = into, <void *>address
+    near.iov_len = far.iov_len = nbytes
+    return process_vm_readv(pid, &near, 1, &far, 1, 0)
+
+
+cdef inline int poll_one(int fd, short events, u64 ns) noexcept nogil:
+    """Of one descriptor, for so much time at most, which is less than a second; as ppoll(2)."""
+    cdef pollfd p
+    cdef timespec most
+    p.fd = fd
+    p.events = events
+    most.tv_sec = 0
+    most.tv_nsec = ns
+    return ppoll(&p, 1, &most, NULL)
 
 
 cdef inline bint is_of_huge_pages(int fd) noexcept nogil:

@@ -329,13 +329,7 @@ cdef void sweep(Worker *w) noexcept nogil:
 
 cdef void nap(Worker *w) noexcept nogil:
     """Sleeps until a descriptor is ready, a short while at most."""
-    cdef timespec most
-    cdef pollfd p
-    most.tv_sec = 0
-    most.tv_nsec = NAP_NS
-    p.fd = w.epoll
-    p.events = POLLIN
-    ppoll(&p, 1, &most, NULL)
+    poll_one(w.epoll, POLLIN, NAP_NS)
 
 
 cdef bint armed(Worker *w) noexcept nogil:

@@ -84,10 +84,7 @@ cdef void look_drop(Look *l) noexcept nogil:
 
 cdef void *look(void *of) noexcept nogil:
     cdef Look *l = <Look *>of
-    cdef iovec local, remote
-    local.iov_base, remote.iov_base = <void *>(l + 1), <void *>l.address
-    local.iov_len = remote.iov_len = l.nbytes
-    l.moved = process_vm_readv(l.pid, &local, 1, &remote, 1, 0)
+    l.moved = process_read(l.pid, l.address, l + 1, l.nbytes)
     l.errnum = last_errno()
     if swap32(&l.state, HAS_LOOKED) == IS_LEFT:
         add32(&LEFT, -1)

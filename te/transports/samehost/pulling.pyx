@@ -12,7 +12,7 @@ from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick, rails_of
 from te.core.payload cimport AT_COPY, AT_HEAD, Payload
-from te.core.posix cimport EFAULT, iovec, process_vm_readv
+from te.core.posix cimport EFAULT, iovec, process_read, process_vm_readv
 from te.core.receiving cimport receiving_read
 from te.core.sections cimport enter, leave, section_within
 from te.core.staged cimport (
@@ -493,11 +493,8 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
 cdef bint can_be_read(Connection *c) noexcept nogil:
     """Whether it was not the source's memory that could not be accessed."""
     cdef char byte
-    cdef iovec local
     cdef iovec remote = pulling_of(c).remote[pulling_of(c).payload.local_at]
-    local.iov_base = &byte
-    local.iov_len = remote.iov_len = 1
-    return process_vm_readv(own_of(c).pid, &local, 1, &remote, 1, 0) == 1
+    return process_read(own_of(c).pid, <u64>remote.iov_base, &byte, 1) == 1
 
 
 cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
