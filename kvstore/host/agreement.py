@@ -14,9 +14,22 @@ from typing import Any, Final
 
 import msgspec
 
+import te
 from kvstore.config import Config
 
-__all__ = ["WISHES", "differences", "of_bytes", "pool", "refusal", "to_bytes", "wished", "wishes"]
+__all__ = [
+    "NETWORK",
+    "WISHES",
+    "differences",
+    "gives_way",
+    "of_bytes",
+    "pool",
+    "refusal",
+    "to_bytes",
+    "unencrypted",
+    "wished",
+    "wishes",
+]
 
 WISHES: Final = (
     "memory",
@@ -33,31 +46,93 @@ WISHES: Final = (
     "linger_s",
 )
 """Settings of the owner alone: those of the process that has started it count for all."""
+NETWORK: Final = "network"
+"""Among the wishes: how the owner and other hosts reach each other, as far as a process says it. It
+has the settings of te's engine that are not as they are by default, and ``Config.host``."""
+_EACH_ITS_OWN: Final = ("host", "keys", "label", "status_dir")
+"""Settings of te's engine that are no wish: ``Config`` has the address and the keys."""
+_OPERATORS: Final = ("host", "transports", "port", "port_last", "nics", "topology", "encrypt")
+"""Of ``NETWORK``, what operators set. The rest, such as deadlines, differs between kinds of
+servers, and is nothing to wonder about."""
 _LABEL: Final = b"kvstore pool"
 
 
 def wishes(config: Config) -> dict[str, Any]:
     """How a process would have the owner, for a message."""
     found = {name: getattr(config, name) for name in WISHES}
-    return {name: str(one) if isinstance(one, Path) else one for name, one in found.items()}
+    found = {name: str(one) if isinstance(one, Path) else one for name, one in found.items()}
+    return found | {NETWORK: _network(config)}
+
+
+def _network(config: Config) -> dict[str, Any]:
+    usual = _plain(te.Config())
+    given = {
+        name: value
+        for name, value in _plain(config.engine).items()
+        if name not in _EACH_ITS_OWN and value != usual[name]
+    }
+    return given | ({"host": config.host} if config.host else {})
+
+
+def _plain(engine: te.Config) -> dict[str, Any]:
+    """Its settings, as a message brings them."""
+    found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(engine, enc_hook=str))
+    return found
+
+
+def _network_of(wishes: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = wishes.get(NETWORK)
+    return found if isinstance(found, Mapping) else {}
 
 
 def wished(config: Config, was: Mapping[str, Any]) -> Config:
     """The settings of a process, with those of the owner as somebody else has them. What
     ``wishes`` has not made raises ``ValueError``."""
     known = {name: value for name, value in was.items() if name in WISHES}
+    if NETWORK in was:
+        network = dict(_network_of(was))
+        known["host"] = network.pop("host", "")
+        own: dict[str, Any] = {"keys": config.keys.data, "label": config.engine.label}
+        own["status_dir"] = config.engine.status_dir
+        raw = msgspec.msgpack.encode(network | own, enc_hook=str)
+        try:
+            known["engine"] = msgspec.msgpack.decode(raw, type=te.Config, dec_hook=_path)
+        except msgspec.DecodeError as exc:
+            raise ValueError(f"{network} are no settings of te's engine: {exc}") from exc
     return replace(config, **known)
 
 
 def differences(mine: Mapping[str, Any], has: Mapping[str, Any]) -> str:
     """What an owner has otherwise than a process wants it, as a part of a sentence; empty if all is
-    the same, or the process wants no memory."""
-    if not mine.get("memory"):
-        return ""
-    other = [name for name in WISHES if mine.get(name) != has.get(name)]
+    the same. Who wants no memory does not care how much there is; who says nothing of the network
+    does not care for that."""
+    other = [name for name in WISHES if mine.get("memory") and mine.get(name) != has.get(name)]
     if has.get("linger_s") == math.inf:  # An operator's is nothing to wonder about.
         other = [name for name in other if name != "linger_s"]
-    return ", ".join(f"{name}={has.get(name)!r} instead of {mine.get(name)!r}" for name in other)
+    found = [(name, has.get(name), mine.get(name)) for name in other]
+    usual = _plain(te.Config()) | {"host": ""}
+    for name, value in _network_of(mine).items():
+        its = _network_of(has).get(name, usual.get(name))
+        if name in _OPERATORS and value != its:
+            found.append((name, its, value))
+    return ", ".join(f"{name}={its!r} instead of {value!r}" for name, its, value in found)
+
+
+def gives_way(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> bool:
+    """Whether an owner ends for a process that comes, and starts the next one with its own
+    settings. One that lends nothing does, for the first process that has memory; or for the first
+    that says anything of the network, if the one that has started it did not: a router, say."""
+    if has.get("memory", 1):
+        return False
+    return bool(wishes.get("memory") or (_network_of(wishes) and not _network_of(has)))
+
+
+def unencrypted(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> str:
+    """Why an owner must not have the objects of a process that has them encrypted wherever they go;
+    empty if it may."""
+    if _network_of(wishes).get("encrypt") and not _network_of(has).get("encrypt"):
+        return "it does not encrypt what goes over the network, as this one does"
+    return ""
 
 
 def pool(config: Config) -> list[str]:

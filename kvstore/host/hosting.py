@@ -202,10 +202,11 @@ class Hosting:
         why = agreement.refusal(self._pool, join.pool)
         if join.version != VERSION:
             why = f"it is of another release (version {VERSION} of the store's messages)"
-        if not (why or self._has.get("memory", 1)) and join.wishes.get("memory"):
-            # It starts one that lends, which all others use then.
+        if not why and agreement.gives_way(self._has, join.wishes):
+            # It starts the one that all others use then.
             self._gives_way = self._is_ending = True
             return
+        why = why or agreement.unencrypted(self._has, join.wishes)
         fds = [] if self._memory is None or why else [self._memory.readable_fd]
         name = "" if self._memory is None else self._memory.name
         answer = Joined(os.getpid(), self._has, name, self._is_service)

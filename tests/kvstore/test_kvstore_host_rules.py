@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import te
 from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
 from kvstore.host import agreement
@@ -233,6 +234,58 @@ def test_settings_that_differ_are_named() -> None:
         mine, memory=1 << 24, disk=Path("/d"), disk_size=1 << 30
     )
     assert agreement.wished(mine, {"index": "redis://x", "new": 1}) == mine
+
+
+def of_network(memory: int = 0, host: str = "", **engine: Any) -> Config:
+    secret = Keys.from_secrets([b"o" * 40])
+    settings = te.Config(keys=secret.data, **engine)
+    return Config(memory=memory, host=host, index="redis://a:1", keys=secret, engine=settings)
+
+
+def test_who_says_nothing_of_the_network_does_not_decide_it() -> None:
+    """A router that is the first user of its host, say. Its owner gives way to a server's, and the
+    next owner has that one's settings, whoever starts it."""
+    router = of_network()
+    topology = Path("/topology.json")
+    server = of_network(host="10.0.0.1", port=20000, port_last=20100, encrypt=True, rails=4)
+    other = of_network(topology=topology, transports=("tcp",))
+    has = {
+        "router": agreement.wishes(router),
+        "server": agreement.wishes(server),
+        "other": agreement.wishes(other),
+    }
+    assert agreement.gives_way(has["router"], has["server"])
+    assert not agreement.gives_way(has["router"], has["router"])
+    assert not agreement.gives_way(has["server"], has["router"])
+    assert not agreement.gives_way(has["server"], has["other"]), "or the two would take turns"
+    assert agreement.gives_way(has["server"], agreement.wishes(of_network(1 << 30)))
+    lends = agreement.wishes(of_network(1 << 30))
+    assert not agreement.gives_way(lends, has["server"]), "it has objects"
+    assert agreement.wished(router, has["server"]) == server
+    assert agreement.wished(server, has["router"]) == router
+    assert agreement.wished(server, has["other"]) == other
+    assert agreement.wished(server, {"memory": 0}) == server, "of an owner that says nothing of it"
+    with pytest.raises(ValueError, match="are no settings of te's engine"):
+        agreement.wished(router, {"network": {"port": "x"}})
+
+
+def test_what_an_owner_has_otherwise_of_the_network_is_said() -> None:
+    mine = agreement.wishes(of_network(host="10.0.0.1", nics=("mlx5_0",), stall_timeout_s=1.0))
+    has = agreement.wishes(of_network(1 << 30, nics=("mlx5_1",)))
+    assert agreement.differences(mine, has) == (
+        "nics=['mlx5_1'] instead of ['mlx5_0'], host='' instead of '10.0.0.1'"
+    )
+    assert agreement.differences(mine, mine) == ""
+    assert agreement.differences(agreement.wishes(of_network()), has) == ""
+
+
+def test_an_owner_that_does_not_encrypt_is_refused_by_who_does() -> None:
+    plain, hidden = (agreement.wishes(of_network(encrypt=one)) for one in (False, True))
+    assert "does not encrypt" in agreement.unencrypted(plain, hidden)
+    assert agreement.unencrypted({"memory": 1}, hidden), "also by one that says nothing of it"
+    assert not agreement.unencrypted(hidden, plain)
+    assert not agreement.unencrypted(hidden, hidden)
+    assert not agreement.unencrypted(plain, {"network": "nonsense"})
 
 
 def test_pools_that_are_not_one() -> None:

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from store_host import dial, join, receive, send, shared
 from store_makers import TIMEOUT_S, config, descriptors, until
 from store_objects import MIB
@@ -119,6 +120,31 @@ def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
         hosting.close(is_left=False)
         lock.close()
         left.close()
+
+
+def test_who_encrypts_does_not_use_an_owner_that_does_not(directory: Path) -> None:
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), None)
+    hosting.ready({"memory": MIB}, None)
+    thread = threading.Thread(target=hosting.run)
+    thread.start()
+    plain, hidden = dial(place), dial(place)
+    try:
+        send(plain, join(directory), [])
+        assert isinstance(receive(plain)[0], Joined)
+        send(hidden, structs.replace(join(directory), wishes={"network": {"encrypt": True}}), [])
+        answer, _ = receive(hidden)
+        assert isinstance(answer, Refused)
+        assert "does not encrypt" in answer.why
+    finally:
+        for line in (plain, hidden):
+            line.close()
+        hosting.end()
+        thread.join(TIMEOUT_S)
+        hosting.close(is_left=False)
+        lock.close()
 
 
 def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(directory: Path) -> None:

@@ -15,6 +15,8 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
+import te
+from kvstore.host import agreement
 from kvstore.host.place import Place
 from kvstore.host.pool import HostPool
 from kvstore.large import LargeObjects
@@ -200,6 +202,29 @@ def test_it_gives_way_to_one_that_lends(directory: Path, host: Store, other: Sto
         assert lender.exists(names, SIG, NBYTES).all()
         with Store(shared(directory, 0)) as guest:
             assert pid_of(guest) == pid_of(lender) != os.getpid()
+
+
+def test_it_gives_way_to_the_first_that_says_how_hosts_reach_each_other(directory: Path) -> None:
+    """Both lend nothing; the one that comes first is a router, say. The next owner is as the
+    second wants it, whoever starts it."""
+    plain = te.Config(status_dir=None)
+    try:
+        with Store(shared(directory, 0, engine=plain)) as router:
+            first, settings = pid_of(router), shared(directory, 0)
+            with Store(settings) as server:
+                second = pid_of(server)
+                assert second != first
+                until(lambda: not is_alive(first), "the first one has ended")
+                until(lambda: pid_of(router) == second, "both use the other one")
+                kill(second)
+                for store in (router, server):
+                    until(lambda store=store: pid_of(store) != second, "another one")
+                    lease = store._lease
+                    assert lease is not None
+                    assert lease._was["network"] == agreement.wishes(settings)["network"]
+                assert pid_of(router) == pid_of(server)
+    finally:
+        end_all(directory)
 
 
 def test_it_gives_way_to_an_operator_s_and_comes_back_behind_that(
