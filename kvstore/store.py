@@ -32,7 +32,7 @@ from kvstore.client.owners import Membership, Owners
 from kvstore.client.pool import Pool, Version
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms
-from kvstore.client.status import QUESTION, StoreStatus
+from kvstore.client.status import QUESTION, OwnerSeen, StoreStatus
 from kvstore.config import Config
 from kvstore.host.answers import PoolAnswers
 from kvstore.host.lease import Lease
@@ -434,6 +434,12 @@ class Store:
         owner, and waits ``Config.request_timeout_s`` at most."""
         status = self.status()
         return self._owners.with_owner(status) if isinstance(self._owners, HostPool) else status
+
+    def ask_lenders(self) -> tuple[OwnerSeen, ...]:
+        """The owners of other processes that lend memory, on this host and others, and whether they
+        answer. Asks the host's owner, and waits ``Config.request_timeout_s`` at most; without an
+        answer there are none."""
+        return self._owners.lenders()
 
     @property
     def lenders(self) -> int:

@@ -325,6 +325,8 @@ class Owners:
             for one in self._following.owners()
         )
 
+    lenders = seen
+
     @property
     def knows_all(self) -> bool:
         """See ``Pool``."""

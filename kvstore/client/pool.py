@@ -136,3 +136,8 @@ class Pool(Protocol):
     def seen(self) -> tuple[OwnerSeen, ...]:
         """Owners of other processes, as this one knows them."""
         ...
+
+    def lenders(self) -> tuple[OwnerSeen, ...]:
+        """Those that lend memory, and whether they answer; may ask one that knows, and wait
+        ``request_timeout_s`` for it."""
+        ...

@@ -156,7 +156,7 @@ class PoolAnswers:
     def _figures(self, asker: bytes) -> FiguresOf:
         status = self._status()
         assert status.own is not None, "who lends nothing has no users"
-        told = self._teller.tell(asker, status.own, time.monotonic())
+        told = self._teller.tell(asker, status.own, time.monotonic()) if asker else None
         turn, own = told or (NO_TURN, status.own)
         return FiguresOf(msgspec.msgpack.encode(msgspec.structs.replace(status, own=own)), turn)
 

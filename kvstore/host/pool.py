@@ -371,21 +371,40 @@ class HostPool:
         link = self._joined()
         if link is None:
             return mine
-        try:
-            found = link.caller.ask(Figures(self._id), self.request_timeout_s)
-            if not isinstance(found, FiguresOf):
-                raise NoAnswer(f"{HOST} answers with {type(found).__name__}")
-            host = msgspec.msgpack.decode(found.status, type=StoreStatus)
-        except (NoAnswer, msgspec.DecodeError) as exc:
-            self._strange.warn("what %s holds is not told: %s", HOST, exc)
+        found = self._figures(link, Figures(self._id))
+        if found is None:
             if self._answer is None or time.monotonic() > self._answer_until_s:
                 return mine
             return with_owner(mine, *self._answer)
+        host, turn = found
         own = None
-        if host.own is not None and found.turn != NO_TURN:
-            own = self._told.add(found.turn, host.own)
+        if host.own is not None and turn != NO_TURN:
+            own = self._told.add(turn, host.own)
         self._answer, self._answer_until_s = (host, own), time.monotonic() + TELLER_S
         return with_owner(mine, host, own)
+
+    def lenders(self) -> tuple[OwnerSeen, ...]:
+        """See ``Pool``: this host's, if it lends, and those that it knows. None if it does not
+        answer."""
+        link = self._joined()
+        found = None if link is None else self._figures(link, Figures())
+        if link is None or found is None:
+            return ()
+        host, _ = found
+        held = 0 if host.own is None else host.own.objects
+        mine = [msgspec.structs.replace(one, objects=held) for one in self.seen()]
+        return (*(mine if link.caller.hello.lends else []), *host.owners)
+
+    def _figures(self, link: _Link, question: Figures) -> tuple[StoreStatus, int] | None:
+        """How the owner is, and the number of this process's turn; None if it does not answer."""
+        try:
+            found = link.caller.ask(question, self.request_timeout_s)
+            if not isinstance(found, FiguresOf):
+                raise NoAnswer(f"{HOST} answers with {type(found).__name__}")
+            return msgspec.msgpack.decode(found.status, type=StoreStatus), found.turn
+        except (NoAnswer, msgspec.DecodeError) as exc:
+            self._strange.warn("what %s holds is not told: %s", HOST, exc)
+            return None
 
 
 class HostManaging(Managing):

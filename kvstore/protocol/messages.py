@@ -62,7 +62,7 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 10
+VERSION: Final = 11
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
@@ -246,8 +246,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=19):
 class Figures(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """What does the owner hold and do? Answered by ``FiguresOf``. Only a host's owner knows it."""
 
-    #: Of the process that asks: any, and always the same.
-    asker: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    #: Of a process that tells a monitoring system: any, and always the same. Empty: it does not.
+    asker: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):

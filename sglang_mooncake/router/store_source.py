@@ -16,6 +16,7 @@ import numpy as np
 
 import te
 from bootstrap_server.admission.secret import Keys
+from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.objects.changes import KEY_BYTES
 from kvstore.store import Store
@@ -111,13 +112,20 @@ class StoreSource:
     async def run(self) -> None:
         """Looks after the store until it is cancelled."""
         while True:
-            self.look()
+            self._heard(await asyncio.to_thread(self._ask))
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Whether its owners answer, and whether it is of use."""
+        """Whether its owners answer, and whether it is of use. Waits for them."""
+        self._heard(self._ask())
+
+    def _ask(self) -> Sequence[OwnerSeen]:
+        """In a thread of its own: one that stands still does not answer for 2 s."""
+        store = self._store
+        return () if store is None else store.ask_lenders()
+
+    def _heard(self, owners: Sequence[OwnerSeen]) -> None:
         now_s = self._clock()
-        owners = () if self._store is None else self._store.status().owners
         usable = [one for one in owners if one.usable]
         self.owners, self.objects = len(usable), sum(one.objects for one in usable)
         if usable:

@@ -174,8 +174,10 @@ def test_one_process_of_a_host_tells_what_lies_there(
             room = Room(first, N, NBYTES)
             room.bytes[:] = contents(N, NBYTES)
             assert first.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
+            (lender,) = second.ask_lenders()
+            assert (lender.objects, lender.usable) == (N, True)
             told = gauges(first.figures())
-            assert told["objects", ()] == told["known_objects", ()] == N
+            assert told["objects", ()] == told["known_objects", ()] == N, "who asks tells nobody"
             assert told["lent_bytes", ()] == 16 << 20
             assert told["owners", ("usable",)] == 1
             others = gauges(second.figures())

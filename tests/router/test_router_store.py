@@ -101,6 +101,35 @@ def test_it_follows_what_owners_have(
         end_all(directory)
 
 
+def test_an_owner_that_stands_still_is_silent(directory: Path) -> None:
+    """Its process lives, and its table can be read."""
+    clock = Clock()
+    with Store(shared(directory)) as lender, Store(shared(directory, 0)) as own:
+        source = StoreSource(own, clock)
+        soon(lambda: source.look() or source.owners == 1)  # type: ignore[func-returns-value]
+        stored(lender, PROMPT)
+        assert source.first_of(token_digests(PROMPT, PAGE)) == 10
+        own._owners.request_timeout_s = 0.1  # type: ignore[misc]
+        os.kill(pid_of(lender), signal.SIGSTOP)
+        try:
+            soon(lambda: source.look() or not source.owners)  # type: ignore[func-returns-value]
+            clock.now_s += SILENT_S
+            source.look()
+            assert source.state == "silent"
+            assert source.first_of(token_digests(PROMPT, PAGE)) == 0
+        finally:
+            os.kill(pid_of(lender), signal.SIGCONT)
+        soon(lambda: source.look() or source.state == "live")  # type: ignore[func-returns-value]
+
+
+def test_an_owner_that_lends_nothing_is_none(directory: Path) -> None:
+    with Store(shared(directory, 0)) as own:
+        soon(own._owners.usable, "its host has an owner")
+        source = StoreSource(own, Clock())
+        source.look()
+        assert (source.state, source.owners) == ("silent", 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

@@ -262,7 +262,7 @@ def test_too_many_pages_are_told_of_in_the_log(
             is_ended.set()
         return (since or 0) + 1, looks.pop(0)
 
-    store: Any = SimpleNamespace(keys=listed, status=lambda: SimpleNamespace(owners=()))
+    store: Any = SimpleNamespace(keys=listed, ask_lenders=lambda: ())
     few = msgspec.structs.replace(ANYWHERE, batches=4)
     with Publisher(events := StoreEvents(PAGE, 4), few) as publisher:
         follow(store, events, publisher, is_ended)
