@@ -30,7 +30,7 @@ from kvstore.host.messages import BYTES_MAX, Farewell, Join, decode, encode
 from kvstore.host.place import Lock, Place
 from kvstore.host.starting import STARTED
 from kvstore.membership.directory import Directory
-from kvstore.memory.host_memory import check_room
+from kvstore.memory.host_memory import check_room, least_room
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.memory.slab import Slab
 from kvstore.protocol.messages import VERSION
@@ -44,9 +44,10 @@ LOG_BYTES_MAX: Final = 1 << 20
 """Of each of two files."""
 LABEL: Final = "store of this host"
 GIVE_WAY_TIMEOUT_S: Final = 10.0
-TRANSIT_BYTES: Final = 8 * CHUNK_BYTES_MAX
+TRANSIT_CHUNKS: Final = 8
 """Memory of an owner that lends none, by way of which objects come from other hosts and go to them.
 It takes what it needs of it."""
+CHUNK_BYTES_MIN: Final = 1 << 20
 _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
 """The number of set_mempolicy(2), for which the C library has no function."""
 _MPOL_DEFAULT: Final = 0
@@ -81,7 +82,7 @@ def serve(
             lends = config.memory > 0
             used = replace(config, owner="rank")
             if not lends:
-                used = replace(used, memory=TRANSIT_BYTES, chunk_bytes=CHUNK_BYTES_MAX)
+                used = _in_transit(used)
             with contextlib.ExitStack() as stack:
                 memory = None
                 if config.file is None and is_started:
@@ -98,6 +99,29 @@ def serve(
     except BaseException:
         hosting.close(is_left=is_left)
         raise
+
+
+def _in_transit(config: Config) -> Config:
+    """With the memory of an owner that lends none."""
+    room = least_room()
+    chunk_bytes = transit_chunk_bytes(None if room is None else room.nbytes)
+    if room is not None and chunk_bytes < CHUNK_BYTES_MAX:
+        logger.warning(
+            "%d MiB of memory are left %s: no object of more than %d MiB comes from other hosts",
+            room.nbytes >> 20,
+            room.where,
+            chunk_bytes >> 20,
+        )
+    return replace(config, memory=TRANSIT_CHUNKS * chunk_bytes, chunk_bytes=chunk_bytes)
+
+
+def transit_chunk_bytes(left: int | None) -> int:
+    """So large that ``TRANSIT_CHUNKS`` of them take half of what is left at most, but no less than
+    ``CHUNK_BYTES_MIN``. ``left``: bytes; None if that is not known. Pure."""
+    nbytes = CHUNK_BYTES_MAX
+    while left is not None and nbytes > CHUNK_BYTES_MIN and 2 * TRANSIT_CHUNKS * nbytes > left:
+        nbytes //= 2
+    return nbytes
 
 
 def lock_of(config: Config, place: Place) -> Lock | None:

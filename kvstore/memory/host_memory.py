@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-__all__ = ["Room", "check_room", "meminfo_room", "rooms"]
+__all__ = ["Room", "check_room", "least_room", "meminfo_room", "rooms"]
 
 #: A cgroup of version 1 without a limit has one near 2**63.
 _NO_LIMIT: Final = 1 << 60
@@ -34,12 +34,17 @@ def check_room(name: str, nbytes: int, root: Path = Path("/")) -> None:
     Raises:
         ValueError: there is less.
     """
-    least = min(rooms(root), default=None)
+    least = least_room(root)
     if least is not None and nbytes > least.nbytes:
         raise ValueError(
             f"{name}={nbytes} ({nbytes / _MIB:.0f} MiB) is more memory than this process can have: "
             f"{least.nbytes / _MIB:.0f} MiB are left {least.where}"
         )
+
+
+def least_room(root: Path = Path("/")) -> Room | None:
+    """How much there is; None if nobody says so."""
+    return min(rooms(root), default=None)
 
 
 def rooms(root: Path) -> Iterator[Room]:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,13 @@ from hypothesis import strategies as st
 from store_makers import config
 from store_meeting import owning
 
+from kvstore import serving
+from kvstore.host.place import Place
 from kvstore.memory import host_memory
-from kvstore.memory.host_memory import check_room, meminfo_room, rooms
+from kvstore.memory.host_memory import Room, check_room, meminfo_room, rooms
+from kvstore.owner.card import OwnerCard
+from kvstore.serving import serve, transit_chunk_bytes
+from kvstore.store import Store
 
 MIB = 1 << 20
 
@@ -82,6 +91,37 @@ def test_the_least_of_host_and_cgroups_counts(
 @given(st.text(max_size=200))
 def test_a_table_that_cannot_be_read_says_nothing(text: str) -> None:
     assert meminfo_room(text) is None or "MemAvailable" in text
+
+
+@pytest.mark.parametrize(
+    ("left", "chunk"),
+    [(None, 64), (1 << 40, 64), (1024, 64), (1023, 32), (100, 4), (16, 1), (0, 1)],
+)
+def test_memory_in_transit_fits_into_half_of_what_is_left(left: int | None, chunk: int) -> None:
+    assert transit_chunk_bytes(None if left is None else left * MIB) == chunk * MIB
+
+
+def test_an_owner_that_lends_nothing_starts_in_a_small_container(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "least_room", lambda: Room(100 * MIB, "in the cgroup x"))
+    had: list[OwnerCard] = []
+
+    @contextmanager
+    def started(store: Store) -> Iterator[None]:
+        own = store._owners.own
+        assert own is not None
+        had.append(own.card)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    with contextlib.closing(lock):
+        serve(config(directory), place, lock, 600.0, started)
+    assert [one.object_bytes_max for one in had] == [4 * MIB]
+    assert "100 MiB of memory are left in the cgroup x: no object of more than 4 MiB" in caplog.text
 
 
 def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
