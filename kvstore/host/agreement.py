@@ -131,22 +131,34 @@ def unencrypted(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> str:
     """Why an owner must not have the objects of a process that has them encrypted wherever they go;
     empty if it may."""
     if _network_of(wishes).get("encrypt") and not _network_of(has).get("encrypt"):
-        return "it does not encrypt what goes over the network, as this one does"
+        return (
+            "it does not encrypt what goes over the network, as this process does: give both the"
+            " same (SGLANG_MOONCAKE_ENCRYPT of servers)"
+        )
     return ""
 
 
 def pool(config: Config) -> list[str]:
-    """Which pool a process belongs to: its index, and the secrets of which one is enough."""
+    """Which pool a process belongs to: its index, and the secrets of which one is enough. Without
+    an index no secret counts, as a server may have one for its hand-over, and a router none: the
+    directory and its key keep strangers out."""
     names = [hashlib.sha256(config.index.encode()).hexdigest()[:16]]
-    return names + [hmac.digest(key, _LABEL, "sha256")[:8].hex() for key in config.keys.data]
+    keys = config.keys.data if config.index else ()
+    return names + [hmac.digest(key, _LABEL, "sha256")[:8].hex() for key in keys]
 
 
 def refusal(mine: Sequence[str], theirs: Sequence[str]) -> str:
     """Why two pools (``pool``) are not one; empty if they are."""
     if list(mine[:1]) != list(theirs[:1]):
-        return "it meets others at another index, or at none"
+        return (
+            "it meets others at another index, or at none: give both the same (`index` among the"
+            " store's settings, --index of kvstore serve)"
+        )
     if (mine[1:] or theirs[1:]) and not set(mine[1:]) & set(theirs[1:]):
-        return "it has another secret"
+        return (
+            "it has another secret: give both the same file (`secret_file` among the settings of"
+            " the store or of a server's hand-over, --secret-file of commands)"
+        )
     return ""
 
 

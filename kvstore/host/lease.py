@@ -232,8 +232,8 @@ class Lease:
     def _joined(self, answer: object, fds: list[int]) -> None:
         if isinstance(answer, Refused):
             raise Refusal(
-                f"the process {answer.pid} owns the store of this host, and {answer.why}; give this"
-                " server the same settings, or another directory, or end that process first"
+                f"the process {answer.pid} owns the store of this host, and {answer.why}; else"
+                " give this process another directory, or end that one first"
             )
         if not isinstance(answer, Joined):
             raise ValueError(f"it answers with {type(answer).__name__}")

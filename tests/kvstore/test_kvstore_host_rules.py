@@ -297,7 +297,11 @@ def test_pools_that_are_not_one() -> None:
     here, there = pool("redis://a:1", old), pool("redis://b:1", old)
     assert "another index" in agreement.refusal(here, there)
     assert "another index" in agreement.refusal(agreement.pool(Config()), here)
-    assert "another secret" in agreement.refusal(here, pool("redis://a:1", new))
+    said = agreement.refusal(here, pool("redis://a:1", new))
+    assert "another secret" in said
+    assert "--secret-file of commands" in said, "what to set, and where"
+    with_secret = agreement.pool(Config(keys=Keys.from_secrets([new])))
+    assert agreement.refusal(agreement.pool(Config()), with_secret) == "", "as of a hand-over"
     assert agreement.refusal(pool("redis://a:1", old, new), pool("redis://a:1", new, old)) == ""
     assert agreement.refusal(agreement.pool(Config()), agreement.pool(Config())) == ""
 
