@@ -23,7 +23,7 @@ from kvstore.membership.directory import Directory
 from kvstore.memory.policies import POLICIES
 from kvstore.metrics.http import MetricsServer
 from kvstore.networking import config_of
-from kvstore.serving import allow_open_files, lock_of, serve, serve_beside
+from kvstore.serving import allow_open_files, lock_of, serve
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
@@ -205,11 +205,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     with contextlib.closing(Directory(config.directory)):
         place = Place(config.directory)
-        lock = lock_of(config, place)
-        if lock is None:
-            serve_beside(config, told)
-        else:
-            serve(config, place, lock, None, told)
+        serve(config, place, lock_of(config, place), None, told)
     return 0
 
 

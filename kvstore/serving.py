@@ -26,7 +26,15 @@ from kvstore.client.deadline import Deadline
 from kvstore.config import CHUNK_BYTES_MAX, Config
 from kvstore.host import agreement
 from kvstore.host.hosting import Brought, Hosting
-from kvstore.host.messages import BYTES_MAX, Farewell, Join, decode, encode
+from kvstore.host.messages import (
+    BYTES_MAX,
+    Join,
+    Joined,
+    Message,
+    Refused,
+    decode,
+    encode,
+)
 from kvstore.host.place import Lock, Place
 from kvstore.host.starting import STARTED
 from kvstore.membership.directory import Directory
@@ -36,14 +44,14 @@ from kvstore.memory.slab import Slab
 from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
-__all__ = ["allow_open_files", "lock_of", "main_of_started", "serve", "serve_beside"]
+__all__ = ["allow_open_files", "lock_of", "main_of_started", "serve", "transit_chunk_bytes"]
 
 logger = logging.getLogger(__name__)
 
 LOG_BYTES_MAX: Final = 1 << 20
 """Of each of two files."""
 LABEL: Final = "store of this host"
-GIVE_WAY_TIMEOUT_S: Final = 10.0
+GIVE_WAY_TIMEOUT_S: Final = 30.0
 TRANSIT_CHUNKS: Final = 8
 """Memory of an owner that lends none, by way of which objects come from other hosts and go to them.
 It takes what it needs of it."""
@@ -74,18 +82,20 @@ def serve(
     is_left = True  # If this fails in between, somebody may hold what was there before.
     try:
         with _ended_by_signals(hosting.end):
-            brought = hosting.adopt()
             is_started = linger_s is not None  # By a server.
             stays_s = math.inf if linger_s is None else linger_s
-            if brought is not None:
+            brought = hosting.adopt() if is_started or config.file is None else None
+            if brought is not None and is_started:
                 config = agreement.wished(config, brought.was)
+            elif brought is not None:
+                brought = _fitting(config, brought)
             lends = config.memory > 0
             used = replace(config, owner="rank")
             if not lends:
                 used = _in_transit(used)
             with contextlib.ExitStack() as stack:
                 memory = None
-                if config.file is None and is_started:
+                if config.file is None and (is_started or brought is not None):
                     memory = _memory(used, brought)
                     stack.callback(memory.close)
                 store = stack.enter_context(Store(used, memory, lends=lends))
@@ -94,7 +104,7 @@ def serve(
                 hosting.ready(has, memory if lends else None)
                 with started(store):
                     hosting.run()
-                is_left = hosting.users > 0
+                is_left = is_started and hosting.users > 0  # An operator means it to end.
                 hosting.close(is_left=is_left)
     except BaseException:
         hosting.close(is_left=is_left)
@@ -124,20 +134,35 @@ def transit_chunk_bytes(left: int | None) -> int:
     return nbytes
 
 
-def lock_of(config: Config, place: Place) -> Lock | None:
-    """The right to own the host's store; None if another process does, and has memory. One that has
-    none is asked to give way."""
+def lock_of(config: Config, place: Place) -> Lock:
+    """The right to own the host's store. An owner that a server has started is asked to give way;
+    it may have to write much to a disk. ``ValueError`` says why it does not."""
     until = Deadline(GIVE_WAY_TIMEOUT_S)
-    while (lock := place.lock()) is None and not until.is_over:
-        if _owns_memory(config, place, until):
-            return None
+    while (lock := place.lock()) is None:
+        answer = _asked_to_give_way(config, place, until)
+        if isinstance(answer, Joined):
+            raise ValueError(
+                f"the process {answer.pid} owns the store in {config.directory}, and an operator"
+                " has started it: end it first, or give another --directory, and the servers the"
+                " same"
+            )
+        if isinstance(answer, Refused):
+            raise ValueError(
+                f"the process {answer.pid} owns the store in {config.directory}, and {answer.why};"
+                " else end it first, or give another --directory"
+            )
+        if until.is_over:
+            raise ValueError(
+                f"another process owns the store in {config.directory}, and does not end within"
+                f" {GIVE_WAY_TIMEOUT_S:g} s: end it first"
+            )
         time.sleep(0.05)
     return lock
 
 
-def _owns_memory(config: Config, place: Place, until: Deadline) -> bool:
-    """Of the host's owner; False if it gives way, or does not listen now."""
-    join = Join(VERSION, agreement.wishes(config), agreement.pool(config))
+def _asked_to_give_way(config: Config, place: Place, until: Deadline) -> Message | None:
+    """What the host's owner answers; None if it has ended, or does not listen yet."""
+    join = Join(VERSION, agreement.wishes(config), agreement.pool(config), takes_over=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(max(until.left_s, 0.001))
         try:
@@ -146,21 +171,22 @@ def _owns_memory(config: Config, place: Place, until: Deadline) -> bool:
             raw, fds, _, _ = socket.recv_fds(line, BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
             for fd in fds:
                 os.close(fd)
-            return bool(raw) and not isinstance(decode(raw), Farewell)
+            return decode(raw) if raw else None
         except (OSError, ValueError):
-            return False
+            return None
 
 
-def serve_beside(config: Config, started: Callable[[Store], AbstractContextManager[None]]) -> None:
-    """Lends memory until SIGTERM or SIGINT, while another process is the owner of this host. See
-    ``serve``."""
+def _fitting(config: Config, brought: Brought) -> Brought | None:
+    """The memory of the last owner, if it is such as an operator wants it."""
+    if agreement.is_same_memory(config, brought.was):
+        return brought
+    os.close(brought.fd)
     logger.warning(
-        "another process owns the store of this host already, and this one lends memory beside it"
+        "the pages of the last owner are gone: it had memory=%s and chunk_bytes=%s",
+        brought.was.get("memory"),
+        brought.was.get("chunk_bytes"),
     )
-    ended = threading.Event()
-    own = replace(config, owner="rank")
-    with _ended_by_signals(ended.set), Store(own) as store, started(store):
-        ended.wait()
+    return None
 
 
 def _memory(config: Config, brought: Brought | None) -> MemoryFile:

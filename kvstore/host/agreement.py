@@ -22,6 +22,7 @@ __all__ = [
     "WISHES",
     "differences",
     "gives_way",
+    "is_same_memory",
     "of_bytes",
     "pool",
     "refusal",
@@ -119,9 +120,9 @@ def differences(mine: Mapping[str, Any], has: Mapping[str, Any]) -> str:
 
 
 def gives_way(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> bool:
-    """Whether an owner ends for a process that comes, and starts the next one with its own
-    settings. One that lends nothing does, for the first process that has memory; or for the first
-    that says anything of the network, if the one that has started it did not: a router, say."""
+    """Whether an owner ends for a server that comes, and starts the next one with its own settings.
+    One that lends nothing does, for the first that has memory; or for the first that says anything
+    of the network, if the one that has started it did not: a router, say."""
     if has.get("memory", 1):
         return False
     return bool(wishes.get("memory") or (_network_of(wishes) and not _network_of(has)))
@@ -160,6 +161,11 @@ def refusal(mine: Sequence[str], theirs: Sequence[str]) -> str:
             " the store or of a server's hand-over, --secret-file of commands)"
         )
     return ""
+
+
+def is_same_memory(config: Config, was: Mapping[str, Any]) -> bool:
+    """Whether the memory of an owner is such as a process wants it."""
+    return all(was.get(name) == getattr(config, name) for name in ("memory", "chunk_bytes"))
 
 
 def to_bytes(config: Config) -> bytes:

@@ -58,8 +58,7 @@ class Hosting:
         self._is_service = linger_s is None
         now_s = time.monotonic()
         self._presence = Presence(math.inf if linger_s is None else linger_s, now_s)
-        # An operator's owner keeps its memory for itself, or in a file.
-        self._adoption = Adoption("" if self._is_service else lock.memory(), now_s)
+        self._adoption = Adoption(lock.memory(), now_s)
         self._brought: Brought | None = None
         self._strange = RateLimitedLog(logger)
         self._has: dict[str, Any] | None = None
@@ -100,6 +99,7 @@ class Hosting:
         """
         self._lock.note("" if memory is None else memory.name)
         self._has, self._memory = has, memory
+        self._adoption.took()  # It is too late for that.
         waiting, self._waiting = self._waiting, {}
         for line, join in waiting.items():
             self._answer(line, join)
@@ -202,7 +202,8 @@ class Hosting:
         why = agreement.refusal(self._pool, join.pool)
         if join.version != VERSION:
             why = f"it is of another release (version {VERSION} of the store's messages)"
-        if not why and agreement.gives_way(self._has, join.wishes):
+        is_less = join.takes_over or agreement.gives_way(self._has, join.wishes)
+        if not why and is_less and not self._is_service:
             # It starts the one that all others use then.
             self._gives_way = self._is_ending = True
             return

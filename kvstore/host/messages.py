@@ -30,6 +30,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     #: The memory that comes along, and how its owner was; empty if none does.
     memory: Name = ""
     was: dict[str, Any] = {}
+    #: It is to be the owner itself, as an operator wants it: ``kvstore serve``. An owner that a
+    #: server has started answers with ``Farewell``, and ends.
+    takes_over: bool = False
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -53,7 +56,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The owner ends because its operator wants it to, and starts the next one; or because somebody
-    has come who wants memory on this host, and it has none to lend."""
+    has come who is to be the owner instead (``agreement.gives_way``)."""
 
     gives_way: bool = False
 

@@ -4,6 +4,7 @@ one ends, and another one takes its memory over when it dies."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -14,20 +15,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from store_below import MEMORY
 from store_host import User, dial, end_all, is_alive, kill, pid_of, pids, receive, send, shared
 from store_makers import SIG, TIMEOUT_S, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
+from kvstore import serving
 from kvstore.host import agreement, lease, lifetime, starting
 from kvstore.host.lease import Lease, Refusal
 from kvstore.host.messages import Join, Refused
 from kvstore.host.place import Place
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.protocol.messages import VERSION
+from kvstore.serving import lock_of
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -129,7 +132,7 @@ def test_nothing_ties_the_owner_to_the_one_that_has_started_it(
     assert Path(f"/proc/{owner}/cwd").readlink() == Path("/")
     links = {}
     for one in Path(f"/proc/{owner}/fd").iterdir():
-        with suppress(FileNotFoundError):  # The owner may close others meanwhile.
+        with contextlib.suppress(FileNotFoundError):  # The owner may close others meanwhile.
             links[one.name] = str(one.readlink())
     own = list(links.values())
     assert own.count(str(directory)) == 2, "its own two locks of the directory, and no more"
@@ -333,13 +336,65 @@ def test_an_operator_s_owner_is_used_and_waited_for(
         assert has_all(store)
 
 
-def test_who_lends_beside_an_owner_says_so(
+def test_an_operator_s_owner_takes_over_from_a_server_s(
     directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    with Store(shared(directory)) as store:
-        start_lending(f"--file={directory}/slab")
-        until(lambda: sum(map(bool, store._owners.ranks)) == 2, "both are used")
-        assert len(pids(directory)) == 1
+    """With its pages, and again behind its own death, as servers hold them."""
+    with Store(shared(directory, MEMORY)) as store:
+        first = pid_of(store)
+        put_all(store)
+        for _ in range(2):
+            lender = start_lending("--policy=arc")
+            until(lambda lender=lender: pid_of(store) == lender.pid, "it uses the operator's")
+            until(lambda: not is_alive(first), "the first one has ended")
+            until(lambda: has_all(store), "it has all pages")
+            lender.kill()
+            lender.wait()
+
+
+@pytest.mark.parametrize("kept", ["--policy=arc", "--file={}/slab"])
+def test_an_operator_s_settings_count(
+    directory: Path, start_lending: Callable[..., subprocess.Popen[str]], kept: str
+) -> None:
+    """Other memory, or a file, begins without the pages; so does what behind its regular end."""
+    with Store(shared(directory, 16 * MIB)) as store:
+        put_all(store)
+        lender = start_lending(kept.format(directory))
+        until(lambda: pid_of(store) == lender.pid, "it uses the operator's")
+        until(store._owners.usable, "and is connected to it")
+        assert not store.exists(KEYS, SIG, NBYTES).any()
+        put_all(store)
+        lender.terminate()
+        assert lender.wait(TIMEOUT_S) == 0
+        lock = Place(directory).lock()
+        assert lock is not None
+        assert lock.memory() == "", "nobody is to take it over"
+        lock.close()
+
+
+def test_a_second_operator_s_owner_is_refused(
+    directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
+) -> None:
+    lender = start_lending()
+    with pytest.raises(ValueError, match=f"the process {lender.pid} owns .* an operator has st"):
+        lock_of(config(directory, MEMORY), Place(directory))
+    wanted = config(directory, MEMORY)
+    object.__setattr__(wanted, "index", "redis://127.0.0.1:1")
+    with pytest.raises(ValueError, match=f"the process {lender.pid} owns .* at another index"):
+        lock_of(wanted, Place(directory))
+
+
+def test_an_owner_that_does_not_end_is_not_waited_for_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "GIVE_WAY_TIMEOUT_S", 0.1)
+    lock = Place(directory).lock()
+    assert lock is not None
+    with (
+        contextlib.closing(lock),
+        pytest.raises(ValueError, match=r"does not end within 0\.1 s: end it first"),
+    ):
+        lock_of(config(directory, MEMORY), Place(directory))
 
 
 def test_the_report_of_a_process_that_ends_without_a_word(

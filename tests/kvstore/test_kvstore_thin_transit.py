@@ -17,13 +17,11 @@ from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 import te
 from kvstore.host import agreement
-from kvstore.host.place import Place
 from kvstore.host.pool import HostPool
 from kvstore.large import LargeObjects
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
-from kvstore.serving import lock_of
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -246,16 +244,3 @@ def test_it_gives_way_to_an_operator_s_and_comes_back_behind_that(
     until(lambda: len(known_to(host)) == 2, "it knows the other host's")
     assert is_right(host, room)
     assert host.status().memory == 0
-
-
-def test_an_operator_s_stands_beside_one_that_has_memory(
-    directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
-) -> None:
-    try:
-        with Store(shared(directory)) as store:
-            owner = pid_of(store)
-            start_lending()
-            assert pid_of(store) == owner
-            assert lock_of(config(directory, MIB), Place(directory)) is None
-    finally:
-        end_all(directory)
