@@ -95,8 +95,10 @@ class Lease:
         #: When this process may start one, by the monotonic clock.
         self._start_s = 0.0
         self._unable = RateLimitedLog(logger)
-        #: Of the owner that was joined last; 0: none yet.
+        #: Of the owner that was joined last; 0: none yet. In containers the next one may have it.
         self.pid = 0
+        #: How often an owner was joined, which tells one from the next.
+        self.joins = 0
         #: Is called in the thread when another owner has been joined.
         self.on_join: Callable[[], object] = _nothing
         #: Is called in the thread some time after ``remind``, if there is an owner.
@@ -247,6 +249,7 @@ class Lease:
             self._starting = None
         self._is_service, self._was = answer.is_service, answer.has
         self.pid = answer.pid
+        self.joins += 1
         logger.info("the process %d owns the store of this host", answer.pid)
         other = agreement.differences(agreement.wishes(self._config), answer.has)
         if other:

@@ -103,8 +103,8 @@ class HostPool:
         self._lock = threading.Lock()
         self._strange = RateLimitedLog(logger)
         self._link: _Link | None = None
-        #: The owner that it leads to, and when it is tried again.
-        self._pid = 0
+        #: Which joining it belongs to (``Lease.joins``), and when it is tried again.
+        self._joins = 0
         self._link_s = 0.0
         self._id: Final = secrets.token_bytes(16)
         #: What it has told, and the last answer, which counts for a while.
@@ -139,7 +139,7 @@ class HostPool:
         def map_table(fd: int) -> None:
             tables.append(Mirror(Mapped(fd).memory))
 
-        pid = self._lease.pid
+        joins = self._lease.joins
         try:
             path = str(self._place.calls)
             caller = Caller(path, HOST, None, self.request_timeout_s, map_table)
@@ -150,7 +150,7 @@ class HostPool:
         link = _Link(caller, tables[0])
         self._connect_by_te(link)  # First: what is found behind this is to be read.
         former, self._link = self._link, link
-        self._pid = pid
+        self._joins = joins
         if former is not None:
             former.close()
         for number in np.flatnonzero(np.frombuffer(tables[0].ranks, np.uint8)).tolist():
@@ -161,7 +161,7 @@ class HostPool:
         connects, soon behind this."""
         if not self._lease.is_joined:
             return None
-        if self._pid == self._lease.pid:
+        if self._joins == self._lease.joins:
             return self._link
         self._lease.remind()
         return None
@@ -169,7 +169,7 @@ class HostPool:
     def _on_reminder(self) -> None:
         """In the lease's thread."""
         with self._lock:
-            if self._pid != self._lease.pid and time.monotonic() >= self._link_s:
+            if self._joins != self._lease.joins and time.monotonic() >= self._link_s:
                 self._connect()
         self.connect_by_te()
         self._tell()

@@ -4,6 +4,7 @@ up. What other owners have it gets by way of the host's memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -11,22 +12,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from store_host import end_all, shared
+from store_host import end_all, owner_here, pid_of, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 import te
+from kvstore.host import pool as pool_module
 from kvstore.host.pool import HostPool
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.protocol import calling
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.calling import Line
+from kvstore.protocol.calling import Caller, Line
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -243,7 +246,7 @@ def test_who_looks_up_does_not_connect(host: Store, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(pool, "_connect", connect)
     until(lambda: not pool._untold)
-    pool._pid = 0
+    pool._joins = 0
     assert host.exists(KEYS, SIG, NBYTES).all(), "what is mapped is there without a connection"
     until(lambda: pool.usable())
     assert threads == ["kvstore-host"]
@@ -318,6 +321,33 @@ def test_the_lease_goes_on_when_the_owner_cannot_be_called(
     monkeypatch.setattr(lease, "on_reminder", joined.set)
     lease.remind()
     assert joined.wait(TIMEOUT_S)
+
+
+def test_an_owner_with_the_number_of_the_last_one_is_another(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers, where each may be process 1; and it does not answer at first."""
+    lends = config(directory, 16 * MIB)
+    monkeypatch.setattr(pool_module, "PAUSE_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        with owner_here(lends):
+            store = stack.enter_context(Store(shared(directory)))
+            put_all(store)
+            called: list[object] = []
+
+            def call(*words: Any) -> Caller:
+                called.append(words)
+                if len(called) == 1:
+                    raise NoAnswer("not yet")
+                return Caller(*words)
+
+            monkeypatch.setattr(pool_module, "Caller", call)
+        with owner_here(lends):
+            until(lambda: called and store._owners.usable(), "the second one is connected to")
+            assert pid_of(store) == os.getpid()
+            assert len(called) == 2
+            assert not store.exists(KEYS, SIG, NBYTES).any(), "its table is another"
+            put_all(store)
 
 
 def test_without_a_descriptor_there_is_no_line(
