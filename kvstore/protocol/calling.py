@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,6 +176,15 @@ class Line:
         return hello
 
 
+class _Turn:
+    """Of a thread that waits for a line."""
+
+    def __init__(self) -> None:
+        self.came: Final = threading.Event()
+        #: Behind that: the line that was given back to it; None: it may make one.
+        self.line: Line | None = None
+
+
 class Caller:
     """Calls one owner; from any thread of the process that has made it. To a child of that it is
     closed: two processes on one line would take each other's answers, and an owner would read the
@@ -193,8 +203,11 @@ class Caller:
         has no other way to the owner, and waits for a line."""
         self._path = path
         self._name = name
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._waits = map_table is not None
+        #: First come, first served: a line that is given back goes to the first of them, and not to
+        #: the thread that asks again at once.
+        self._turns: deque[_Turn] = deque()
         self._map_table: Callable[[int], object] | None = None if map_table is None else _known
         self._is_closed = False
         self._origin = Origin()
@@ -246,15 +259,17 @@ class Caller:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-            self._lock.notify_all()
+            while self._turns:
+                self._turns.popleft().came.set()
         for line in idle:
             line.close()
 
     def let_go(self) -> None:
         """In a child: it is closed. Another thread of the parent may have had the lock."""
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._is_closed = True
         self._idle = []
+        self._turns.clear()
 
     def answer(self, line: Line, question: Question, until_s: float) -> Answer:
         """As ``ask``, over a line that ``line`` has given."""
@@ -283,37 +298,56 @@ class Caller:
                 line.close()  # Whatever it still answers is not waited for.
             if line is not None or is_new:
                 with self._lock:
-                    self._lines -= 1
-                    self._lock.notify()
+                    if self._turns:
+                        self._turns.popleft().came.set()
+                    else:
+                        self._lines -= 1
             raise
         if line is None:
             return
         with self._lock:
             if not self._is_closed:
-                self._idle.append(line)
-                self._lock.notify()
+                self._give_back(line)
                 return
         line.close()
+
+    def _give_back(self, line: Line) -> None:
+        """With the lock."""
+        if self._turns:
+            turn = self._turns.popleft()
+            turn.line = line
+            turn.came.set()
+        else:
+            self._idle.append(line)
 
     def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
         """A line, or whether there may be a new one."""
         if not self._origin.is_here:
             raise NoAnswer(f"the connections to owner {self._name} are another process's")
         with self._lock:
-            if self._waits:
-                self._lock.wait_for(
-                    lambda: self._idle or self._lines < LINES_MAX or self._is_closed, timeout_s
-                )
             if self._is_closed:
                 raise NoAnswer(f"the connections to owner {self._name} were ended")
-            if self._idle:
+            if self._idle:  # Nobody waits then.
                 return self._idle.pop(), False
             if self._lines < LINES_MAX:
                 self._lines += 1
                 return None, True
-            if self._waits:
-                raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
-            return None, False
+            if not self._waits:
+                return None, False
+            turn = _Turn()
+            self._turns.append(turn)
+        try:
+            turn.came.wait(timeout_s)
+        finally:
+            with self._lock:
+                is_over = turn in self._turns
+                if is_over:
+                    self._turns.remove(turn)
+        if is_over:
+            raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
+        if turn.line is None and self._is_closed:
+            raise NoAnswer(f"the connections to owner {self._name} were ended")
+        return turn.line, turn.line is None
 
 
 def _known(_: int) -> None:

@@ -4,6 +4,7 @@ address space is limited."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
@@ -111,6 +112,43 @@ def test_a_new_line_has_the_time_that_is_left(host: Store, monkeypatch: pytest.M
     with pytest.raises(NoAnswer, match="made"), link.caller.line(8.0):
         pass
     assert given == [6.0]
+
+
+def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: Path) -> None:
+    """Of four threads that asked again and again, and as many others, one was never served."""
+    path = str(directory / "owner.calls")
+    caller = Caller(path, "abc", None, TIMEOUT_S, lambda _: None)
+    held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
+    for one in held:
+        one.enter_context(caller.line(TIMEOUT_S))
+    came, over = list[str](), threading.Event()
+
+    def ask(name: str) -> None:
+        with contextlib.suppress(NoAnswer), caller.line(TIMEOUT_S):
+            came.append(name)
+            over.wait(TIMEOUT_S)
+
+    threads = [threading.Thread(target=ask, args=[name]) for name in "abcd"]
+    for count, thread in enumerate(threads):
+        thread.start()
+        until(lambda count=count: len(caller._turns) == count + 1, "it waits")
+    held[0].close()
+    with pytest.raises(NoAnswer, match="others ask it all the time"), caller.line(0.0):
+        pass
+    until(lambda: came == ["a"], "the first one has it")
+    held[1].close()
+    until(lambda: came == ["a", "b"], "then the second")
+    assert not held[2].__exit__(OSError, OSError("its line has ended"), None)
+    until(lambda: came == ["a", "b", "c"], "the third one has made one")
+    caller.close()
+    threads[3].join(TIMEOUT_S)
+    assert not threads[3].is_alive(), "it is not waited for lines that were ended"
+    over.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    held[3].close()
+    assert came == ["a", "b", "c"]
+    assert (caller._lines, caller._idle) == (calling.LINES_MAX, [])
 
 
 def test_an_owner_that_does_not_read_is_told_nothing_and_not_waited_for() -> None:
