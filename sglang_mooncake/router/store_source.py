@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store has: this process follows its owners, as servers do, lends nothing, and asks its
-own table."""
+"""What the store has: this process uses the owner of its host, as servers do, lends nothing, and
+looks into the owner's table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -50,7 +49,7 @@ def open_store(settings: str, keys: Keys) -> Store:
     if not isinstance(values, dict):
         raise ValueError(f"{settings!r} is no JSON object")
     try:
-        return Store(replace(Config.of(values, keys).lending_nothing, owner="rank"))
+        return Store(Config.of(values, keys).lending_nothing)
     except te.Error as error:
         raise ValueError(str(error)) from error
 

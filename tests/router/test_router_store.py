@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, answers, run, until
-from store_host import end_all, pid_of, shared, store_directory
-from store_makers import SIG, TIMEOUT_S, config
+from store_host import pid_of, shared, store_directory
+from store_makers import SIG, TIMEOUT_S
 from store_makers import until as soon
-from store_objects import MIB, filled
+from store_objects import filled
 
 from bootstrap_server.admission.secret import Keys
+from kvstore.host.lease import Lease
 from kvstore.objects.changes import Keys as PageKeys
 from kvstore.objects.outcomes import Put
 from kvstore.store import Store
@@ -67,38 +68,31 @@ class Clock:
         return self.now_s
 
 
-@pytest.mark.parametrize("owner", ["rank", "host"])
-def test_it_follows_what_owners_have(
-    directory: Path, owner: str, caplog: pytest.LogCaptureFixture
+def test_it_knows_what_the_owner_has(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a process that lends memory, and of the owner of a host. It lends nothing itself."""
-    settings = json.dumps({"directory": str(directory), "owner": owner, "memory": "1GiB"})
+    """It lends nothing itself."""
+    settings = json.dumps({"directory": str(directory), "memory": "1GiB"})
     clock = Clock()
-    lends = shared(directory) if owner == "host" else config(directory, 8 * MIB, owner="rank")
-    try:
-        with open_store(settings, Keys()) as own, Store(lends) as lender:
-            source = StoreSource(own, clock)
-            assert own.status().memory == 0
-            soon(lambda: source.look() or source.owners == 1)  # type: ignore[func-returns-value]
-            assert source.state == "live"
-            stored(lender, PROMPT[: 4 * PAGE])
-            soon(lambda: source.first_of(token_digests(PROMPT, PAGE)) == 4)
-            assert look(PROMPT).stored_tokens(source, PAGE) == 4 * PAGE
-            assert source.first_of(token_digests([7, *PROMPT], PAGE)) == 0
-            assert look(["text"]).stored_tokens(source, PAGE) == 0  # type: ignore[list-item]
-            assert source.age_s(clock.now_s + 2.0) == 2.0
-            if owner == "host":
-                os.kill(pid_of(lender), signal.SIGKILL)
-            else:
-                lender.close()
-            soon(lambda: source.look() or not source.owners)  # type: ignore[func-returns-value]
-            clock.now_s += SILENT_S
-            source.look()
-            assert source.state == "silent"
-            assert source.first_of(token_digests(PROMPT, PAGE)) == 0
-            assert "no owner of the store answers" in caplog.text
-    finally:
-        end_all(directory)
+    with Store(shared(directory)) as lender, open_store(settings, Keys()) as own:
+        source = StoreSource(own, clock)
+        assert own.status().memory == 0
+        soon(lambda: source.look() or source.owners == 1)  # type: ignore[func-returns-value]
+        assert source.state == "live"
+        stored(lender, PROMPT[: 4 * PAGE])
+        soon(lambda: source.first_of(token_digests(PROMPT, PAGE)) == 4)
+        assert look(PROMPT).stored_tokens(source, PAGE) == 4 * PAGE
+        assert source.first_of(token_digests([7, *PROMPT], PAGE)) == 0
+        assert look(["text"]).stored_tokens(source, PAGE) == 0  # type: ignore[list-item]
+        assert source.age_s(clock.now_s + 2.0) == 2.0
+        monkeypatch.setattr(Lease, "_start", lambda _: None)  # The next owner would answer.
+        os.kill(pid_of(lender), signal.SIGKILL)
+        soon(lambda: source.look() or not source.owners)  # type: ignore[func-returns-value]
+        clock.now_s += SILENT_S
+        source.look()
+        assert source.state == "silent"
+        assert source.first_of(token_digests(PROMPT, PAGE)) == 0
+        assert "no owner of the store answers" in caplog.text
 
 
 def test_an_owner_that_stands_still_is_silent(directory: Path) -> None:
@@ -145,10 +139,7 @@ def test_settings_that_are_none(settings: str, why: str) -> None:
 
 
 def test_a_store_that_never_hits_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        Store(config(directory, 8 * MIB, owner="rank")) as lender,
-        Store(config(directory, owner="rank")) as own,
-    ):
+    with Store(shared(directory)) as lender, Store(shared(directory, 0)) as own:
         source = StoreSource(own, Clock())
         stored(lender, PROMPT)
         soon(lambda: source.look() or source.objects == 10)  # type: ignore[func-returns-value]
@@ -293,10 +284,12 @@ def test_a_router_with_a_store_tells_of_it(
             assert "sglang_mooncake_router_store_is_live 1\n" in text
 
     with (
-        Store(config(directory, 8 * MIB, owner="rank")) as lender,
-        closing(StoreSource(Store(config(directory, owner="rank")))) as source,
+        Store(shared(directory)) as lender,
+        Store(shared(directory, 0)) as own,
+        closing(StoreSource(own)) as source,
     ):
         stored(lender, PROMPT[: 4 * PAGE])
+        soon(lambda: own.known(keys_of(PROMPT[: 4 * PAGE])).all())
         run(job(source))
     assert source.first_of(token_digests(PROMPT, PAGE)) == 0
     source.look()
