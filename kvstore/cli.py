@@ -157,6 +157,11 @@ def _add_how_it_is_reached(serve: argparse.ArgumentParser) -> None:
         help="listen at two of these ports: 20000-20100 (default: any free ones)",
     )
     serve.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="encrypt what goes over the network, as all processes at the index must",
+    )
+    serve.add_argument(
         "--metrics",
         type=address,
         metavar="HOST:PORT",
@@ -188,6 +193,7 @@ def _serve(options: argparse.Namespace) -> int:
         "transports": options.transports,
         "nics": options.nics,
         "ports": options.ports,
+        "encrypt": options.encrypt,
     }
     config = config_of({name: value for name, value in given.items() if value is not None})
     allow_open_files()

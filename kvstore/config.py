@@ -21,7 +21,7 @@ from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.bucket import SCHEMES
 from kvstore.values import parse_bytes, typed
 
-__all__ = ["CHUNK_BYTES_MAX", "Config"]
+__all__ = ["CHUNK_BYTES_MAX", "NO_KEYS", "Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
 OWNERS: Final = ("host", "rank")

@@ -9,28 +9,37 @@ from dataclasses import replace
 from typing import Any, Final
 
 import te
-from kvstore.config import Config
+from bootstrap_server.admission.secret import Keys
+from kvstore.config import NO_KEYS, Config
 from kvstore.values import typed
 from te.transports.registry import WITHOUT_DEVICES
 
 __all__ = ["config_of", "engine_of"]
 
-SETTINGS: Final = ("transports", "nics", "ports")
-"""Texts: transports and names of RDMA devices separated by commas, a range of ports with a dash."""
+TEXTS: Final = ("transports", "nics", "ports")
+"""Transports and names of RDMA devices separated by commas, a range of ports with a dash."""
+SETTINGS: Final = (*TEXTS, "encrypt")
+"""``encrypt``: whether what goes over the network is encrypted; that needs a secret."""
 
 
-def config_of(values: Mapping[str, Any], others: Collection[str] = ()) -> Config:
+def config_of(
+    values: Mapping[str, Any], others: Collection[str] = (), keys: Keys = NO_KEYS
+) -> Config:
     """``Config.of``, with these settings among the values."""
     rest = {name: value for name, value in values.items() if name not in SETTINGS}
-    config = Config.of(rest, others=(*others, *SETTINGS))
-    return replace(config, engine=engine_of(values, config.index))
+    config = Config.of(rest, keys, (*others, *SETTINGS))
+    return replace(config, engine=engine_of(values, config.index, config.keys))
 
 
-def engine_of(values: Mapping[str, Any], index: str) -> te.Config:
+def engine_of(values: Mapping[str, Any], index: str, keys: Keys = NO_KEYS) -> te.Config:
     """Of these settings, each of which may be missing. Without an index all processes are on one
     host, and use no device unless they are told to. ``ValueError`` says what is wrong."""
     given: dict[str, Any] = {}
-    texts = {name: typed(name, values.get(name, ""), "str") for name in SETTINGS}
+    if typed("encrypt", values.get("encrypt", False), "bool"):
+        if not keys:
+            raise ValueError("encrypt needs a secret: give all processes the same secret file")
+        given |= {"encrypt": True, "keys": keys.data}
+    texts = {name: typed(name, values.get(name, ""), "str") for name in TEXTS}
     if texts["transports"]:
         given["transports"] = _names(texts["transports"])
     elif not index:

@@ -130,11 +130,12 @@ def gives_way(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> bool:
 
 def unencrypted(has: Mapping[str, Any], wishes: Mapping[str, Any]) -> str:
     """Why an owner must not have the objects of a process that has them encrypted wherever they go;
-    empty if it may."""
+    empty if it may. ``has``: how the owner is, or how one is that is to follow it."""
     if _network_of(wishes).get("encrypt") and not _network_of(has).get("encrypt"):
         return (
-            "it does not encrypt what goes over the network, as this process does: give both the"
-            " same (SGLANG_MOONCAKE_ENCRYPT of servers)"
+            "of it and this process one encrypts what goes over the network, and the other does"
+            " not: give both the same (`encrypt` among the settings of the store or of a server's"
+            " hand-over, --encrypt of kvstore serve)"
         )
     return ""
 

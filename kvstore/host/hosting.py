@@ -203,11 +203,13 @@ class Hosting:
         if join.version != VERSION:
             why = f"it is of another release (version {VERSION} of the store's messages)"
         is_less = join.takes_over or agreement.gives_way(self._has, join.wishes)
-        if not why and is_less and not self._is_service:
+        is_less = is_less and not self._is_service
+        owner, other = (join.wishes, self._has) if is_less else (self._has, join.wishes)
+        why = why or agreement.unencrypted(owner, other)
+        if is_less and not why:
             # It starts the one that all others use then.
             self._gives_way = self._is_ending = True
             return
-        why = why or agreement.unencrypted(self._has, join.wishes)
         fds = [] if self._memory is None or why else [self._memory.readable_fd]
         name = "" if self._memory is None else self._memory.name
         answer = Joined(os.getpid(), self._has, name, self._is_service)

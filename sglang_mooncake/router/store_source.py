@@ -16,7 +16,7 @@ import numpy as np
 import te
 from bootstrap_server.admission.secret import Keys
 from kvstore.client.status import OwnerSeen
-from kvstore.config import Config
+from kvstore.networking import config_of
 from kvstore.objects.changes import KEY_BYTES
 from kvstore.store import Store
 
@@ -49,7 +49,7 @@ def open_store(settings: str, keys: Keys) -> Store:
     if not isinstance(values, dict):
         raise ValueError(f"{settings!r} is no JSON object")
     try:
-        return Store(Config.of(values, keys).lending_nothing)
+        return Store(config_of(values, keys=keys).lending_nothing)
     except te.Error as error:
         raise ValueError(str(error)) from error
 

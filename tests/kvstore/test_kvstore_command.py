@@ -22,6 +22,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_meeting import owning
 
 import te
+from bootstrap_server.admission.secret import Keys
 from kvstore.cli import main
 from kvstore.client.load_times import AdmissionCounts
 from kvstore.client.status import OwnerSeen, StoreStatus, lines
@@ -274,6 +275,10 @@ def test_how_others_reach_the_memory() -> None:
     assert given.transports == ("rdma", "tcp")
     assert given.nics == ("mlx5_*", "!mlx5_1")
     assert (given.port, given.port_last) == (20000, 20010)
+    assert not given.encrypt
+    secret = Keys.from_secrets([b"0123456789abcdef of this test alone"])
+    hidden = engine_of({"encrypt": True}, "redis://x", secret)
+    assert (hidden.encrypt, hidden.keys) == (True, secret.data)
 
 
 @pytest.mark.parametrize("ports", ["20000", "20010-20000", "0-10", "7-7", "1-65536", "a-b"])
@@ -282,6 +287,11 @@ def test_a_range_of_ports_that_is_none_is_refused(
 ) -> None:
     assert main(["serve", "--memory=4MiB", f"--ports={ports}"]) == 2
     assert f"ports='{ports}' is no range of two ports and more" in capsys.readouterr().err
+
+
+def test_encryption_needs_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--memory=4MiB", "--encrypt"]) == 2
+    assert "encrypt needs a secret: give all processes" in capsys.readouterr().err
 
 
 def test_a_transport_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,24 +122,31 @@ def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
         left.close()
 
 
-def test_who_encrypts_does_not_use_an_owner_that_does_not(directory: Path) -> None:
+@pytest.mark.parametrize(("encrypts", "takes_over"), [(False, False), (True, True)])
+def test_who_encrypts_does_not_use_an_owner_that_does_not(
+    directory: Path, encrypts: bool, takes_over: bool
+) -> None:
+    """Nor does an owner of those who encrypt give way to one that does not."""
     place = Place(directory)
     lock = place.lock()
     assert lock is not None
-    hosting = Hosting(place, lock, agreement.pool(config(directory)), None)
-    hosting.ready({"memory": MIB}, None)
+    hosting = Hosting(place, lock, agreement.pool(config(directory)), 600.0)
+    hosting.ready({"memory": MIB, "network": {"encrypt": encrypts}}, None)
     thread = threading.Thread(target=hosting.run)
     thread.start()
-    plain, hidden = dial(place), dial(place)
+    usual, other = dial(place), dial(place)
     try:
-        send(plain, join(directory), [])
-        assert isinstance(receive(plain)[0], Joined)
-        send(hidden, structs.replace(join(directory), wishes={"network": {"encrypt": True}}), [])
-        answer, _ = receive(hidden)
+        wishes = {"network": {"encrypt": encrypts}}
+        send(usual, structs.replace(join(directory), wishes=wishes), [])
+        assert isinstance(receive(usual)[0], Joined)
+        wishes = {"network": {"encrypt": not encrypts}}
+        question = structs.replace(join(directory), wishes=wishes, takes_over=takes_over)
+        send(other, question, [])
+        answer, _ = receive(other)
         assert isinstance(answer, Refused)
-        assert "does not encrypt" in answer.why
+        assert "of it and this process one encrypts" in answer.why
     finally:
-        for line in (plain, hidden):
+        for line in (usual, other):
             line.close()
         hosting.end()
         thread.join(TIMEOUT_S)
