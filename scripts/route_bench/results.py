@@ -16,8 +16,6 @@ TTFT_TO_MINI_LB: Final = 0.6
 TTFT_TO_CACHE_AWARE: Final = 0.85
 HITS_TO_ORACLE: Final = 0.97
 MEDIAN_ERROR: Final = 0.2
-#: Requests after which the router's expectation has to be right.
-LEARNT: Final = 100
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class Sample:
 @dataclass(frozen=True)
 class Turn:
     """One way under one load, once. ``hit_tokens``: of all prompts, as the prefill servers tell;
-    ``errors``: median errors of the router's expectations, of each prefill server."""
+    ``errors``: median errors of the router's expectations, of each prefill server, without the
+    router's first hundred requests."""
 
     load: str
     way: Way
@@ -140,7 +139,7 @@ def _bars(load: str, sums: Mapping[tuple[str, Way], _Sum]) -> Iterator[Bar]:
                 value = mine.mean_s / sums[load, other].mean_s
                 yield Bar(f"{load}, mean TTFT, {way} in times {other}'s", value, limit)
         yield Bar(f"{load}, hits, {way} of the oracle's", mine.to_oracle, HITS_TO_ORACLE, True)
-        if mine.error is not None and len(mine.ttft_s) >= LEARNT:
+        if mine.error is not None:
             yield Bar(f"{load}, median error of {way}", mine.error, MEDIAN_ERROR)
 
 

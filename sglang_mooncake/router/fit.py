@@ -112,6 +112,11 @@ class WorkFit:
         """Of each token that is computed."""
         return self._fitted()[1]
 
+    @property
+    def learnt(self) -> int:
+        """How many prompts it and its kin have learnt from."""
+        return self._kin.learnt
+
     def work_s(self, tokens: float) -> float:
         """What a prompt takes of which so many tokens are to be computed."""
         fixed_s, token_s = self._fitted()

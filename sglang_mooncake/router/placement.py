@@ -48,8 +48,10 @@ TIE: Final = 0.02
 WORK_WEIGHT: Final = 1.0
 #: For what part of the time by which a server is late it is expected to be late still.
 LATE_AGAIN: Final = 0.5
-#: Of so many last requests the errors of the expectation are kept.
+#: Of so many last requests the errors of the expectation are kept, once the router has learnt from
+#: so many of all servers: before, they say how far its first figures are off.
 ERRORS_KEPT: Final = 256
+LEARNT: Final = 100
 #: Some tens of MB for each server.
 PAGES_MAX: Final = 1 << 18
 #: Why a server was chosen: it was the only one; its cache has more of the prompt than others'; that
@@ -335,7 +337,7 @@ class PrefillView(CacheView):
         took_s = now_s - placed.sent_s
         self.counts.expected_s += placed.expected.first_s
         self.counts.measured_s += took_s
-        if took_s > 0.0:
+        if took_s > 0.0 and self.fit.learnt >= LEARNT:
             self._errors.append(abs(placed.expected.first_s - took_s) / took_s)
         tokens, hits = placed.look.tokens, placed.hit_tokens
         if told.prompt_tokens is not None:
@@ -394,7 +396,8 @@ class PrefillView(CacheView):
 
     @property
     def median_error(self) -> float | None:
-        """Of the last expected times to the end of the prefill, as parts of the measured ones."""
+        """Of the last expected times to the end of the prefill, as parts of the measured ones. None
+        until the router has learnt."""
         return median(self._errors) if self._errors else None
 
 

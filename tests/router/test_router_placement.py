@@ -428,7 +428,18 @@ def test_a_cache_that_had_less_than_expected_is_counted() -> None:
     assert view.counts.expected_hits == 159
     answered(view, prompt, 2.0, 1.0, 0)
     assert view.counts.missed == 1
-    assert view.median_error is not None
+
+
+def test_the_error_is_that_of_what_was_expected_after_the_first_hundred_prompts() -> None:
+    """Of all servers together, since each learns from the others, too."""
+    kin = Kin()
+    one, other = (PrefillView(Server("prefill", f"http://{name}:1"), kin=kin) for name in "ab")
+    prompt = look(range(160))
+    for n in range(100):
+        answered((one, other)[n % 2], Look((), PAGE_TOKENS, 160), 2.0 * n, 1.0, 0)
+    assert one.median_error is other.median_error is None
+    answered(one, prompt, 300.0, 2.0, 0)
+    assert one.median_error == pytest.approx(0.5, rel=0.05)
 
 
 def test_a_cache_that_was_flushed_and_a_server_that_was_ill_have_nothing() -> None:

@@ -33,7 +33,7 @@ from bootstrap_server.admission.signatures import signed, signed_name
 from bootstrap_server.client import bootstrap_client
 from bootstrap_server.http import status as status_http
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, Role
-from sglang_mooncake.router import membership, registry_source
+from sglang_mooncake.router import membership, placement, registry_source
 from sglang_mooncake.router.addresses import place_of
 from sglang_mooncake.router.membership import ABSENT_S, Listed, Membership
 from sglang_mooncake.router.registry_source import listed_of
@@ -457,6 +457,7 @@ def test_a_registry_shows_the_router_unless_it_is_of_an_older_release(
     is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_http, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(placement, "LEARNT", 0)
     if is_old:
         monkeypatch.setattr(bootstrap_client, "ROUTERS_PATH", "/v1/unknown")
 
