@@ -16,6 +16,7 @@ from statistics import median
 from types import FrameType
 from typing import Final
 
+import published_traces
 from cpu_serving.nursery import Nursery
 from cpu_serving.processes import ServingError, leaves
 from cpu_serving.servers import Fleet, base_environment
@@ -25,7 +26,7 @@ from route_bench.bench import Bench
 from route_bench.options import BenchOptions, parse
 from route_bench.results import bars, table
 
-__all__ = ["main"]
+__all__ = ["kept_traces", "main"]
 
 EXIT_DIFFERENT: Final = 1
 EXIT_UNUSABLE: Final = 2
@@ -59,9 +60,18 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def kept_traces(directory: Path) -> tuple[Path, ...]:
+    """The traces that the repository has, written there as they are published."""
+    paths = tuple(directory / f"{name}_trace.jsonl" for name in published_traces.NAMES)
+    for name, path in zip(published_traces.NAMES, paths, strict=True):
+        path.write_text(published_traces.lines(name))
+    return paths
+
+
 def _run(options: BenchOptions, run_dir: Path) -> int:
     try:
-        loads = {path.stem: read_trace(path) for path in options.traces}
+        traces = options.traces or kept_traces(run_dir)
+        loads = {path.stem: read_trace(path) for path in traces}
     except (OSError, ValueError) as error:
         print(f"route-bench: {error}", file=sys.stderr)
         return EXIT_UNUSABLE

@@ -49,7 +49,6 @@ REFUSED = {
         ("--patience 0", "is not a positive number"),
     ],
     "route-bench": [
-        ("", "name a trace"),
         ("no-such", "is no file"),
         (f"{__file__} --block-tokens 17", "no multiple of a page"),
         (f"{__file__} --hidden 65", "the size of a head"),

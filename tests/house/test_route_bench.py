@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from route_bench.command import kept_traces
 from route_bench.load import oracle_hits, sampled, scaled
 from route_bench.options import WAYS, Way, parse
 from route_bench.results import Sample, Turn, bars, differences, table
 
-from kvstore_tools.traces import Request
+from kvstore_tools.traces import Request, read_trace
 
 PAGE = 4
 
@@ -111,3 +112,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     trace.write_text("")
     assert parse([str(trace)]).ways == WAYS
     assert parse([str(trace), "--ways", "ours,mini-lb"]).ways == ("mini-lb", "ours")
+
+
+def test_without_a_trace_there_are_those_of_the_repository(tmp_path: Path) -> None:
+    assert parse([]).traces == ()
+    traces = {path.name: len(read_trace(path)) for path in kept_traces(tmp_path)}
+    assert traces == {"conversation_trace.jsonl": 12_031, "synthetic_trace.jsonl": 3_993}

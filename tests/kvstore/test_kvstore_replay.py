@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from store_traces import lines
+from published_traces import lines
 
 from kvstore.cli import main
 from kvstore_tools.replay import CAPACITIES, replay

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_traces import lines
+from published_traces import lines
 
 from kvstore.cli import main
 from kvstore_tools.first_token import WAYS, rows, table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published traces, as the tests keep them."""
+"""The published traces (those of the FAST'25 paper on Mooncake), as this repository keeps them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "kvstore/data"
+NAMES = ("conversation", "synthetic")
 
 
 def lines(name: str) -> str:
-    """A trace as it is published."""
+    """A trace as it is published. ``name``: one of ``NAMES``."""
     raw = np.frombuffer(lzma.decompress((DATA / f"{name}.xz").read_bytes()), "<i4")
     requests, blocks = raw[:2].tolist()
     counts, steps, times, inputs, outputs = np.split(
