@@ -31,6 +31,11 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
     add("--at-once", type=count, default=16, metavar="N", help="requests under way (16)")
     add("--prompt", type=count, default=1000, metavar="N", help="tokens of a prompt (1000)")
     add("--events", type=count, default=8, metavar="N", help="of each stream (8)")
+    add(
+        "--tokenizer-path",
+        metavar="DIR",
+        help="of a model: prompts are text, of which our router makes about --prompt tokens",
+    )
     add("--ways", type=some_of(("ours", "mini-lb")), default="ours,mini-lb", help="(both)")
     PARSER.add_argument(
         "--servers", type=count, metavar="PORT", help="be the servers, as the script starts itself"
@@ -41,6 +46,7 @@ import aiohttp
 import psutil
 import uvloop
 from aiohttp import web
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Lets SGLang's modules be imported where there is no GPU.
@@ -128,11 +134,14 @@ async def _round(url: str, bodies: Sequence[bytes], at_once: int) -> list[float]
         return list(await asyncio.gather(*map(one, bodies)))
 
 
-def _bodies(number: int, prompt: int, rng: random.Random) -> list[bytes]:
+def _bodies(number: int, prompt: int, rng: random.Random, reader: Tokenizer | None) -> list[bytes]:
+    """``reader``: prompts are text; what its random tokens say in words has about as many."""
     made = []
+    first, end = (1000, 100_000) if reader is None else (0, reader.get_vocab_size())
     for _ in range(number):
-        tokens = [rng.randrange(1000, 100_000) for _ in range(prompt)]
-        made.append(json.dumps({"input_ids": tokens, "stream": True}).encode())
+        tokens = [rng.randrange(first, end) for _ in range(prompt)]
+        asked = {"input_ids": tokens} if reader is None else {"text": reader.decode(tokens)}
+        made.append(json.dumps({**asked, "stream": True}).encode())
     return made
 
 
@@ -178,6 +187,9 @@ def main() -> None:
     rng, port = random.Random(1), free_port()
     decode, prefill = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
     figures = ["--prompt", str(OPTIONS.prompt), "--events", str(OPTIONS.events)]
+    directory, reader = OPTIONS.tokenizer_path, None
+    if directory is not None:
+        reader = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     with ExitStack() as started:
         started.enter_context(_process(__file__, "--servers", str(port), *figures))
         asyncio.run(_until_it_answers(decode))
@@ -185,6 +197,8 @@ def main() -> None:
         for way in OPTIONS.ways:
             at = free_port()
             module = ["-m", "sglang_mooncake.sglang.cli", "router"]
+            if directory is not None:
+                module += ["--tokenizer-path", directory]
             if way == "mini-lb":
                 module = ["-m", "sglang_router.launch_router", "--mini-lb"]
             where = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(at)]
@@ -197,11 +211,11 @@ def main() -> None:
         firsts: dict[str, list[float]] = {way: [] for way in ("none", *OPTIONS.ways)}
         for number in range(OPTIONS.rounds + 1):  # The first one is for warming up.
             for way in OPTIONS.ways:
-                bodies = _bodies(OPTIONS.requests, OPTIONS.prompt, rng)
+                bodies = _bodies(OPTIONS.requests, OPTIONS.prompt, rng, reader)
                 before_s = _processor_s(pids[way])
                 uvloop.run(_round(urls[way], bodies, OPTIONS.at_once))
                 cost_s = (_processor_s(pids[way]) - before_s) / len(bodies)
-                alone = _bodies(100, OPTIONS.prompt, rng)
+                alone = _bodies(100, OPTIONS.prompt, rng, reader)
                 first_s = median(uvloop.run(_round(urls[way], alone, 1)))
                 if number:
                     costs[way].append(cost_s)
