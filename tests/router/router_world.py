@@ -300,7 +300,7 @@ class World:
         self._undo.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, self._host, 0).start()
         self.url = url_of(self._host, runner.addresses[0][1])
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
         self.client = await self._undo.enter_async_context(
             aiohttp.ClientSession(connector=connector)
         )

@@ -258,6 +258,42 @@ def test_a_load_that_took_no_time_is_no_debt() -> None:
     assert fit.token_s(1.0) == 0.0
 
 
+@pytest.mark.slow
+def test_requests_are_served_though_the_stores_owner_is_killed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_source, "LOOK_S", 0.02)
+    monkeypatch.setattr(store_source, "SILENT_S", 0.1)
+    monkeypatch.setattr("sglang_mooncake.router.event_source.ASK_AGAIN_S", 0.02)
+    settings = json.dumps({"directory": str(directory), "owner": "host", "memory": "1GiB"})
+
+    async def job(source: StoreSource, owner: int) -> None:
+        async with World(prefill_policy="cache_aware", pool=source) as world:
+            world.prefill[0].info = {"page_size": PAGE}
+            ((view,),) = world.views.values()
+            await until(lambda: source.objects == 4 and view.page_size == PAGE)
+            assert (await world.ask(input_ids=PROMPT))[0] == 200
+            os.kill(owner, signal.SIGKILL)
+            assert (await world.ask(input_ids=PROMPT))[0] == 200
+            await until(lambda: source.state == "silent")
+            assert (await world.ask(input_ids=PROMPT))[0] == 200
+            _, text = await world.get("/metrics")
+            assert "sglang_mooncake_router_store_is_live 0\n" in text
+            looks = source.looks
+            assert (await world.ask(input_ids=PROMPT))[0] == 200
+            assert source.looks == looks, "nobody has anything"
+
+    try:
+        with (
+            Store(shared(directory)) as lender,
+            closing(StoreSource(open_store(settings, Keys()))) as source,
+        ):
+            stored(lender, PROMPT[: 4 * PAGE])
+            run(job(source, pid_of(lender)))
+    finally:
+        end_all(directory)
+
+
 def test_a_router_with_a_store_tells_of_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
