@@ -283,15 +283,12 @@ def test_requests_are_served_though_the_stores_owner_is_killed(
             assert (await world.ask(input_ids=PROMPT))[0] == 200
             assert source.looks == looks, "nobody has anything"
 
-    try:
-        with (
-            Store(shared(directory)) as lender,
-            closing(StoreSource(open_store(settings, Keys()))) as source,
-        ):
-            stored(lender, PROMPT[: 4 * PAGE])
-            run(job(source, pid_of(lender)))
-    finally:
-        end_all(directory)
+    with (
+        Store(shared(directory)) as lender,
+        closing(StoreSource(open_store(settings, Keys()))) as source,
+    ):
+        stored(lender, PROMPT[: 4 * PAGE])
+        run(job(source, pid_of(lender)))
 
 
 def test_a_router_with_a_store_tells_of_it(

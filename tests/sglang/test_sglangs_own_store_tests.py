@@ -13,7 +13,12 @@ from store_host import store_directory
 
 from sglang_mooncake.sglang.running import environment_for
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.by_turns,
+    pytest.mark.timeout(600),
+]
 
 TESTS = "sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store"
 
