@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
-from cpu_serving.servers import SHIM, Fleet, Server, ServerOptions, wait_ready
+from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_linker
 from cpu_serving.traffic import Answer, compare
 from store_host import store_directory
@@ -53,9 +53,7 @@ def of_dtype(options: ServerOptions, dtype: str) -> ServerOptions:
 
 def unsigned(options: ServerOptions) -> ServerOptions:
     """Of a server whose linker has its signatures off."""
-    options = with_linker(options, "unsigned_linker", "UnsignedLinker")
-    path = f"{SHIM}:{Path(__file__).parent}"
-    return replace(options, extra_env={**options.extra_env, "PYTHONPATH": path})
+    return with_linker(options, "cpu_serving.unsigned_linker", "UnsignedLinker")
 
 
 def started(fleet: Fleet, options: ServerOptions, name: str) -> Server:

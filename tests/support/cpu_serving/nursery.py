@@ -53,6 +53,7 @@ PRELOAD = (
 #: Names, or their beginnings, of variables that nothing reads before a server runs.
 READ_LATER = (
     "CPU_SERVING_",
+    "MOONCAKE_",
     "PYTEST_",
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_DISAGGREGATION_HEARTBEAT_",
@@ -60,6 +61,7 @@ READ_LATER = (
     "SGLANG_ENABLE_WAR_BARRIER",
     "SGLANG_HOST_IP",
     "SGLANG_MOONCAKE_",
+    "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB",
 )
 MESSAGE_BYTES = 1 << 17
 MAX_FDS = 64

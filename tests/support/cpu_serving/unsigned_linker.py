@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linker with its signatures off: a page is found by its tokens alone. For a test that shows
-what signatures are for; its servers find it by their PYTHONPATH."""
+what signatures are for; servers find it that are forked from a nursery."""
 
 from __future__ import annotations
 
