@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory for sockets that is short enough, and memory as vLLM has it."""
+"""Where servers of vLLM come from, a directory for sockets that is short enough, and memory as vLLM
+has it."""
 
 from __future__ import annotations
 
@@ -8,12 +9,31 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cpu_serving.nursery import Nursery
+from cpu_serving.servers import RESTING
+from cpu_serving.vllm_servers import nursery_of_vllm
 from store_host import store_directory
 from vllm_makers import Rank
 
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms import prefill_room
 from sglang_mooncake.vllm import pd_rank
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resting() -> Iterator[None]:
+    """All servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RESTING.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where servers are forked that the nursery fits."""
+    with nursery_of_vllm(tmp_path_factory.mktemp("nursery") / "nursery.log") as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, compare
 from cpu_serving.vllm_proxy import Proxy
@@ -55,6 +56,7 @@ class Servers:
 @contextmanager
 def started(
     directories: pytest.TempPathFactory,
+    nursery: Nursery,
     model: str,
     requests: list[Request],
     decode_tps: Sequence[int],
@@ -64,7 +66,7 @@ def started(
     path, stats = make_model(model), directories.mktemp("stats")
     with (
         tempfile.TemporaryDirectory(prefix="kv") as runtime,
-        Fleet(directories.mktemp("vllm")) as fleet,
+        Fleet(directories.mktemp("vllm"), nursery) as fleet,
     ):
         place = Path(runtime)
         alone = start_vllm(fleet, "alone", path, place, more)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cpu_serving.nursery import Nursery
 from cpu_serving.traffic import make_requests
 from pd_servers import Servers, started
 
@@ -17,9 +18,9 @@ BLOCK = ["--block-size", "16"]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Servers]:
     requests = make_requests(4, 600, seed=43)
-    with started(tmp_path_factory, "deepseek-wide", requests, [1], BLOCK) as servers:
+    with started(tmp_path_factory, nursery, "deepseek-wide", requests, [1], BLOCK) as servers:
         yield servers
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.ports import HOST
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, compare, make_requests
@@ -59,10 +60,10 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Place]:
     model = make_model("llama")
     logs = tmp_path_factory.mktemp("vllm")
-    with store_directory() as path, Fleet(logs) as fleet:
+    with store_directory() as path, Fleet(logs, nursery) as fleet:
         alone = start_vllm(fleet, "alone", model, path)
         wait_ready([alone])
         expected = good(ask(alone, REQUESTS))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet
 from cpu_serving.vllm_servers import ask, imported_tokens
 from nixl_beside import pairs
@@ -41,9 +42,9 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Servers]:
     logs = tmp_path_factory.mktemp("vllm")
-    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(logs) as fleet:
+    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(logs, nursery) as fleet:
         alone = start_alone(fleet, Path(path))
         pair = Pair(fleet, Path(path), "te", "NixlConnector")
         yield Servers(pair, known(alone, *pairs.KNOWN), logs)

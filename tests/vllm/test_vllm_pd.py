@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, compare, make_requests
 from cpu_serving.vllm_proxy import Proxy, ask_decode, ask_prefill
@@ -86,12 +87,12 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Servers]:
     model, stats = make_model("llama"), tmp_path_factory.mktemp("stats")
     settings: dict[str, Any] = {"stats_dir": str(stats), "load_timeout_s": LOAD_TIMEOUT_S}
     with (
         tempfile.TemporaryDirectory(prefix="kv") as path,
-        Fleet(tmp_path_factory.mktemp("vllm")) as fleet,
+        Fleet(tmp_path_factory.mktemp("vllm"), nursery) as fleet,
     ):
         place = Path(path)
         more = {"registry_port": fleet.port(), "hold_timeout_s": HOLD_TIMEOUT_S}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cpu_serving.nursery import Nursery
 from cpu_serving.traffic import make_requests
 from pd_servers import Servers, started
 
@@ -15,8 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with started(tmp_path_factory, "llama", make_requests(4, 600, seed=37), [1, 2]) as servers:
+def servers(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Servers]:
+    requests = make_requests(4, 600, seed=37)
+    with started(tmp_path_factory, nursery, "llama", requests, [1, 2]) as servers:
         yield servers
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.store_status import outcomes, statuses
 from cpu_serving.traffic import Answer, Request, compare, make_requests
@@ -71,8 +72,8 @@ def owner(hosting: ExitStack, place: Path) -> Store:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("vllm")) as fleet:
+def fleet(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("vllm"), nursery) as fleet:
         yield fleet
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's servers and routers forked from a process that has imported SGLang.
+"""Servers and routers forked from a process that has imported SGLang, or vLLM.
 
-Of the 23 CPU-seconds that a server takes to start 21 are imports, in each of its processes. A
-nursery has done them once; what is forked from it goes on from there. Everything else is as after
-``python -m MODULE``: arguments, environment, a session and a log of its own, plugins.
+Of the 23 CPU-seconds that a server of SGLang takes to start 21 are imports, in each of its
+processes; of vLLM's 20 half of them. A nursery has done them once; what is forked from it goes on
+from there. Everything else is as after ``python -m MODULE``: arguments, environment, a session and
+a log of its own, plugins.
 The processes that SGLang spawns are forked, too, each from an image in which nothing has run yet
 but imports, and handed what multiprocessing would hand to a new interpreter.
 
-What SGLang reads of the environment as it is imported is the nursery's: `fits` says which servers
-may come from here.
+What is read of the environment at the imports is the nursery's: `fits` says which servers may come
+from here.
 """
 
 from __future__ import annotations
@@ -112,17 +113,35 @@ class ForkedProcess:
 
 
 class Nursery:
-    """A process that has imported SGLang, with one environment."""
+    """A process that has imported SGLang, or what it is told, with one environment."""
 
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        python: str | Path = sys.executable,
+        preload: Sequence[str] = PRELOAD,
+        read_later: Sequence[str] = READ_LATER,
+    ) -> None:
+        """
+        Args:
+            python: The interpreter of the servers.
+            preload: Modules to import.
+            read_later: Names, or their beginnings, of variables in which a server may differ.
+        """
         self._env = dict(env)
+        self._read_later = tuple(read_later)
         # What is forked becomes this process's child once the one between them has ended.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._network = _NETWORK.stat().st_ino
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far, log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cpu_serving.nursery", str(far.fileno()), str(os.getpid())],
+                [
+                    *(python, "-m", "cpu_serving.nursery"),
+                    *(str(far.fileno()), str(os.getpid()), *preload),
+                ],
                 env={**self._env, "PYTHONPATH": _python_path(self._env)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -146,7 +165,7 @@ class Nursery:
     def fits(self, env: Mapping[str, str]) -> bool:
         """Whether a server with this environment may be forked here."""
         names = {n for n in {*env, *self._env} if env.get(n) != self._env.get(n)}
-        return all(name.startswith(READ_LATER) for name in names)
+        return all(name.startswith(self._read_later) for name in names)
 
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
@@ -154,7 +173,7 @@ class Nursery:
         """What ``python -m module`` would start with these arguments, in a session of its own, in
         the network namespace, which its /sys shows, and on the cores of the calling thread.
 
-        The first one waits until SGLang is imported. Raises RuntimeError if that failed.
+        The first one waits until all is imported. Raises RuntimeError if that failed.
         """
         with log.open("wb") as out, _NETWORK.open("rb") as network:
             message = {
@@ -326,15 +345,15 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(f"prctl({option}, {value}) failed")
 
 
-def _main(fd: int, parent: int) -> Callable[[], object]:
+def _main(fd: int, parent: int, preload: Sequence[str]) -> Callable[[], object]:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the process that wanted a nursery has ended")
-    for name in PRELOAD:
+    for name in preload:
         importlib.import_module(name)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
-        sys.exit(f"{threads} threads run after importing SGLang: nothing can be forked safely")
+        sys.exit(f"{threads} threads run after the imports: nothing can be forked safely")
     gc.collect()
     gc.freeze()  # else collections in the children write to every page
     return _serve(socket.socket(fileno=fd))
@@ -342,4 +361,4 @@ def _main(fd: int, parent: int) -> Callable[[], object]:
 
 if __name__ == "__main__":
     # Out here nothing of the nursery is left on the stack of what it forks.
-    _main(int(sys.argv[1]), int(sys.argv[2]))()
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])()

@@ -335,10 +335,13 @@ class Fleet:
         env: Mapping[str, str],
         log: Path,
         python: str | Path = sys.executable,
+        *,
+        is_server: bool = False,
     ) -> ManagedProcess:
-        """Start ``python -m argv[0] argv[1:]``, whatever that is."""
+        """Start ``python -m argv[0] argv[1:]``, whatever that is. A server is forked if it fits."""
+        nursery = self._nursery if is_server else None
         with signals_deferred():
-            self._started.append(ManagedProcess(name, argv, env, log, python=python))
+            self._started.append(ManagedProcess(name, argv, env, log, nursery, python))
         return self._started[-1]
 
     def pair(

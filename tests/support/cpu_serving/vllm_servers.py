@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cpu_serving.nursery import Nursery
 from cpu_serving.ports import HOST
 from cpu_serving.processes import ServingError
 from cpu_serving.servers import SHIM, Fleet, answers_at
@@ -37,6 +38,7 @@ __all__ = [
     "mooncake_flags",
     "mooncake_store_flags",
     "nixl_flags",
+    "nursery_of_vllm",
     "pair_flags",
     "reset",
     "side_channel",
@@ -48,6 +50,26 @@ ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm/bin/python"
 #: Tokens of a block. vLLM's kernels for CPUs are fastest with 32.
 BLOCK = 32
+#: What a server imports, and its processes for the engine and the TP ranks.
+PRELOAD = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "sglang_mooncake.vllm.pd_connector",
+    "sglang_mooncake.vllm.store_connector",
+)
+#: Names, or their beginnings, of variables that nothing reads before a server runs.
+READ_LATER = (
+    "CPU_SERVING_",
+    "PYTEST_",
+    "SGLANG_MOONCAKE_",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "XDG_RUNTIME_DIR",
+)
 REQUEST_TIMEOUT_S = 120.0
 #: They are written each second.
 COUNTERS_TIMEOUT_S = 10.0
@@ -177,6 +199,18 @@ def handed_over(stats_dir: Path, rooms: int) -> int:
     return said["bytes"]
 
 
+def nursery_of_vllm(log: Path) -> Nursery:
+    """Where servers of the installed release are forked, on whatever cores. Raises ServingError."""
+    _require()
+    env = _environment(log.parent, [0], None)
+    return Nursery(env, log, python=PYTHON, preload=PRELOAD, read_later=READ_LATER)
+
+
+def _require() -> None:
+    if not PYTHON.exists():
+        raise ServingError(f"there is no {PYTHON}: run scripts/setup vllm")
+
+
 def start_vllm(
     fleet: Fleet,
     name: str,
@@ -189,7 +223,7 @@ def start_vllm(
     more_env: Mapping[str, str] = MappingProxyType({}),
     port: int | None = None,
 ) -> VllmServer:
-    """Starts one.
+    """Starts one, forked from the fleet's nursery if it fits there.
 
     runtime_dir: where its store finds others', with a short name, and mode 0700.
     core: the first of this process's that it has; each TP rank has one.
@@ -200,8 +234,7 @@ def start_vllm(
     Raises:
         ServingError: vLLM's environment is not there.
     """
-    if not PYTHON.exists():
-        raise ServingError(f"there is no {PYTHON}: run scripts/setup vllm")
+    _require()
     port = port or fleet.port()
     argv = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", HOST]
     argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
@@ -213,9 +246,8 @@ def start_vllm(
     path = (more_env.get("PYTHONPATH"), env["PYTHONPATH"])
     env |= {**more_env, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     log = fleet.run_dir / f"{name}.log"
-    return VllmServer(
-        fleet.process(f"{name} server", argv, env, log, python=PYTHON), f"http://{HOST}:{port}"
-    )
+    process = fleet.process(f"{name} server", argv, env, log, PYTHON, is_server=True)
+    return VllmServer(process, f"http://{HOST}:{port}")
 
 
 def _environment(
@@ -236,6 +268,7 @@ def _environment(
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles
         "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",  # as vLLM has it on one core; a nursery must have no threads
     }
 
 
