@@ -52,6 +52,13 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
+def owners_end(directory: Path) -> Iterator[None]:
+    """Those that the test's clients have started."""
+    yield
+    end_all(directory)
+
+
+@pytest.fixture
 def owner(directory: Path) -> Iterator[Store]:
     """A store that lends 8 MiB."""
     with owning(config(directory, 8 * MIB)) as store:

@@ -221,6 +221,7 @@ def test_the_place_does_not_depend_on_a_login(monkeypatch: pytest.MonkeyPatch) -
     assert Config().directory == Path(f"/tmp/kvstore-{os.geteuid()}")
 
 
+@pytest.mark.usefixtures("owners_end")
 def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:
     left, young = directory / f"{'a' * 32}.store", directory / f"{'b' * 32}.store"
     for path in (left, young):

@@ -222,6 +222,7 @@ def get(url: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("owners_end")
 def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> None:
     command = [
         sys.executable,

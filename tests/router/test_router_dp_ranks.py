@@ -165,7 +165,7 @@ def two_publishers(context: zmq.asyncio.Context) -> tuple[Publisher, Publisher]:
         try:
             return first, Publisher(context, first.port + 1, first.replay_port + 1)
         except zmq.ZMQError:
-            continue  # Somebody has one of these ports.
+            first.close()  # Somebody has one of these ports.
     raise AssertionError("no two ports in a row are free")
 
 

@@ -418,10 +418,18 @@ class Publisher:
     ) -> None:
         """0: any port."""
         self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        self.port = bound(self._out, host, port)
-        self.replay_port = bound(self._replay, host, replay_port)
         self._batches: list[bytes] = []
         self.asked: list[int] = []
+        try:
+            self.port = bound(self._out, host, port)
+            self.replay_port = bound(self._replay, host, replay_port)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._out.close(linger=0)
+        self._replay.close(linger=0)
 
     async def publish(self, *events: Event, is_lost: bool = False) -> None:
         number = len(self._batches)
