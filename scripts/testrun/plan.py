@@ -103,6 +103,7 @@ def lanes(options: Options) -> list[Lane]:
     here = [
         _setup("serving"),
         Step("fast layer in a fresh clone", ["scripts/test-alone", "--compiled"]),
+        _setup("peer", "nixl"),
         _pytest(
             options,
             "tests on this machine",
@@ -126,9 +127,9 @@ def lanes(options: Options) -> list[Lane]:
     return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]
 
 
-def _setup(stage: str) -> Step:
+def _setup(*stage: str) -> Step:
     """Several lanes ask for it: one of them does it, and the others wait for that."""
-    return Step(f"set-up: {stage}", ["scripts/setup", stage], is_needed=True)
+    return Step(f"set-up: {' '.join(stage)}", ["scripts/setup", *stage], is_needed=True)
 
 
 def _static(options: Options) -> list[Step]:

@@ -66,10 +66,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = {
         item: _group(item, unmarked_too or (fast_too and "fast" in item.keywords)) for item in items
     }
-    chosen = turn.choose(group for group in groups.values() if group is not None)
+    marked = {item: item.get_closest_marker("by_turns") is not None for item in items}
+    # Counted apart: a mark on what one kind of device alone has must not move all others' turns.
+    chosen = {
+        group
+        for is_marked in (True, False)
+        for group in turn.choose(g for i, g in groups.items() if g and marked[i] is is_marked)
+    }
 
     def has_its_turn(item: pytest.Item) -> bool:
-        if others and item.get_closest_marker("by_turns") is None:
+        if others and not marked[item]:
             return groups[item] not in chosen
         return groups[item] is None or groups[item] in chosen
 

@@ -80,14 +80,15 @@ def test_nothing_of_this_checkout_or_this_shell_is_there(
 #: The module is older here than the C file that it is built from, as far as times tell.
 SETUP = """#!/bin/sh
 cd "$(dirname "$0")/.."
-echo "$1" >te/core/one.so
+echo "$1" >te/core/one.x.so
 echo "of Cython" >te/core/one.c
-touch -d 2001-01-01 te/core/one.so
+touch -d 2001-01-01 te/core/one.x.so
 """
 COMPILED = """#!/bin/sh
 cd "$(dirname "$0")/.."
-cat te/core/one.so te/core/one.c >{said}
-[ te/core/one.pyx -nt te/core/one.c ] || [ te/core/one.c -nt te/core/one.so ] ||
+cat te/core/one.x.so te/core/one.c >{said}
+[ -e te/core/gone.x.so ] && echo "gone is there" >>{said}
+[ te/core/one.pyx -nt te/core/one.c ] || [ te/core/one.c -nt te/core/one.x.so ] ||
   echo "up to date" >>{said}
 """
 
@@ -108,16 +109,18 @@ def compiled(project: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_compiled_here_is_up_to_date_there(compiled: Path, tmp_path: Path) -> None:
+    (compiled / "te/core/gone.x.so").touch()  # of a module that the project has no more
     subprocess.run([compiled / "scripts/test-alone", "--compiled"], check=True, timeout=100)
     said = (tmp_path / "said").read_text().splitlines()
     assert said == ["fast", "of Cython", "up to date"]
 
 
-def test_what_is_compiled_of_another_commit_is_not_copied(compiled: Path) -> None:
-    (compiled / "te/core/one.pyx").write_text("# changed")
+@pytest.mark.parametrize("name", ["one.pyx", "new.pyx"])
+def test_what_is_compiled_of_another_commit_is_not_copied(compiled: Path, name: str) -> None:
+    (compiled / "te/core" / name).write_text("# changed, or not committed")
     done = subprocess.run(
         [compiled / "scripts/test-alone", "--compiled"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 2
     assert "what is compiled here is not of this commit: commit te te_bench" in done.stderr
-    assert not (compiled / "te/core/one.so").exists()
+    assert not (compiled / "te/core/one.x.so").exists()

@@ -26,15 +26,7 @@ from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
 from cpu_serving.reference import read_reference, write_reference
 from cpu_serving.report import Drafts, Report
-from cpu_serving.servers import (
-    RESTING,
-    Fleet,
-    Pair,
-    Server,
-    ServerOptions,
-    wait_ready,
-    with_secret,
-)
+from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready, with_secret
 from te.topology import Nic
 
 __all__ = ["main"]
@@ -165,7 +157,7 @@ def _start_pair(
 def _layout(
     options: DemoOptions, model: Path, tp: int, pp: int, nics: Sequence[Nic] | None
 ) -> ServerOptions:
-    env = {"SGLANG_MOONCAKE_VERIFY": options.verify, **RESTING}
+    env = {"SGLANG_MOONCAKE_VERIFY": options.verify}
     if options.transport is not None:
         env["SGLANG_MOONCAKE_TRANSPORTS"] = options.transport
     if nics is not None:
