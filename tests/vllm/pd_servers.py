@@ -56,13 +56,14 @@ class Servers:
 @contextmanager
 def started(
     directories: pytest.TempPathFactory,
-    nursery: Nursery,
+    nursery: Nursery | None,
     model: str,
     requests: list[Request],
     decode_tps: Sequence[int],
     more: Sequence[str] = (),
 ) -> Iterator[Servers]:
-    """``model``: a name of `make_model`. ``more``: flags of all servers."""
+    """``nursery``: without one they start as programs. ``model``: a name of `make_model`. ``more``:
+    flags of all servers."""
     path, stats = make_model(model), directories.mktemp("stats")
     with (
         tempfile.TemporaryDirectory(prefix="kv") as runtime,
