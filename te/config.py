@@ -114,8 +114,8 @@ class Config:
     #: resulting order.
     topology: Path | None = None
     #: An RDMA rail on which no work request completes for this long is destroyed and made anew,
-    #: because a device may retry for ever. With a longer one than ``stall_timeout_s`` the link ends
-    #: before its rails do.
+    #: because a device may retry for ever. With one that is longer than
+    #: ``stall_timeout_s`` by a third the link ends before its rails do.
     rail_timeout_s: float = 2.0
     #: Longest pause between two attempts to make an RDMA rail anew. When a local port gets its link
     #: back the engine tries at once; a fault behind a switch shows only by trying.

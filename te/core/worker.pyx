@@ -58,7 +58,7 @@ cdef u64 silence_lasts(Silence *s, u64 moved_ns, u64 now, u64 most_ns) noexcept 
 
 
 cdef bint silence_ends_soon(const Silence *s, u64 limit_ns, u64 most_ns) noexcept nogil:
-    return s.lasted_ns + most_ns > limit_ns
+    return s.lasted_ns > 0 and s.lasted_ns + most_ns > limit_ns
 
 
 cdef u64 counts_most_ns(u64 check_ns, u64 stall_ns) noexcept nogil:

@@ -112,3 +112,11 @@ def test_a_rail_that_moved_a_while_ago_does_not_end_soon() -> None:
         found.append(rail.ends_soon(limit, most))
     assert found.index(True) == (limit - most) // check + 1
     assert all(found[found.index(True) :])
+
+
+def test_a_silence_that_has_not_begun_does_not_end_soon_however_short_the_limit() -> None:
+    one = Silence()
+    one.check(100, 95)
+    assert not one.ends_soon(MOST // 2, MOST)
+    one.check(110, 95)
+    assert one.ends_soon(MOST // 2, MOST)
