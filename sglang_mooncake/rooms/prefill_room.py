@@ -171,7 +171,7 @@ def undigested(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str |
         return None
     return (
         f"not made within {waited_s:.0f} s (half of {deadlines.names.waiting}): the thread that "
-        "makes digests hangs or has ended"
+        "makes digests is behind, hangs or has ended"
     )
 
 
