@@ -56,7 +56,7 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -161,7 +161,13 @@ def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
     import cpu_overlap
 
     streams = cpu_overlap.install(torch_module or sys.modules["torch"])
-    for name, patch in (*streams.items(), *cpu_layers.install().items()):
+    kv = {"sglang_mooncake.layout.plan": _leave_kv_out}
+    for patches in (streams, kv, cpu_layers.install()):
+        _patch_all(patches)
+
+
+def _patch_all(patches: Mapping[str, Patch]) -> None:
+    for name, patch in patches.items():
         if name in sys.modules:
             patch(sys.modules[name])
         else:
@@ -291,7 +297,6 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.mem_cache.pool_host.mla": _of_hicache("copy_by_torch"),
     "sglang.srt.model_loader.remote_instance_weight_loader_utils": _offer_each_weight,
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
-    "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
     "vllm.distributed.device_communicators.shm_broadcast": _of_waits("wait_for_notices"),
     f"{_VLLMS_CONNECTORS}.mooncake.mooncake_connector": _name_a_device,
