@@ -101,12 +101,25 @@ class Bringing:
         if len(own):
             left_s = max(deadline_s - time.monotonic(), 0.0)
             promoted = self._owner.promote(keys[own], signature, nbytes, left_s)
-            for row, one in zip(own.tolist(), promoted, strict=True):
-                results[row] = one
+            said_below = places["slot"][is_own] == LOWER_TIER
+            is_late = False
+            for row, one, is_below in zip(own.tolist(), promoted, said_below, strict=True):
+                # The pool says that it is in memory: it is told soon that it was evicted, and knows
+                # then where else it is.
+                is_untold = one.state is PromotionState.GONE and not is_below
+                results[row] = _LATER if is_untold else one
+                is_late |= is_untold
             count += sum(one.state is PromotionState.HERE for one in promoted)
+            if is_late and not count:
+                self._wait(deadline_s)
         if len(others):
             count += self._read(keys, others, signature, nbytes, results, deadline_s)
         return count
+
+    def _wait(self, deadline_s: float) -> None:
+        """Until objects have come, or have not, but ``POLL_S`` at most."""
+        with self._landed:
+            self._landed.wait(min(max(deadline_s - time.monotonic(), 0.0), POLL_S))
 
     def _read(
         self,
@@ -128,8 +141,7 @@ class Bringing:
         for row, verdict in zip(rows.tolist(), claim.verdicts, strict=True):
             results[row] = _GONE if verdict is Verdict.TOO_LARGE else _LATER
         if not claim.slots:
-            with self._landed:
-                self._landed.wait(min(max(deadline_s - time.monotonic(), 0.0), POLL_S))
+            self._wait(deadline_s)
             return 0
         granted = rows[[one is Verdict.GRANTED for one in claim.verdicts]]
         outcomes = [Got.UNREACHABLE] * len(granted)

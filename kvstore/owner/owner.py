@@ -416,10 +416,14 @@ class Owner:
     ) -> Sequence[Promoted]:
         """Has objects in memory that lie in the lower tier: reads them into slots, which others may
         have to leave. At most 1/8 of the memory; ask again for those that come ``LATER``. Waits for
-        the tier. One answer for each key."""
-        names = [key.tobytes() + signature for key in keys]
+        the tier; without one an object is in memory, or ``GONE``. One answer for each key."""
         if self._tiering is None:
-            return [Promoted(PromotionState.GONE)] * len(names)
+            _, places = self.places(keys, signature, nbytes)
+            return [
+                Promoted(PromotionState.HERE, *place) if place[1] else Promoted(PromotionState.GONE)
+                for place in places
+            ]
+        names = [key.tobytes() + signature for key in keys]
         bytes_max = self._config.memory // PROMOTED_PART
         return self._tiering.promote(names, nbytes, bytes_max, time.monotonic() + timeout_s)
 

@@ -12,8 +12,10 @@ from store_makers import SIG, Room, config, keys, until
 from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 
+from kvstore.client.pool import OWN
 from kvstore.client.writing import OUTCOMES
 from kvstore.host.answers import PoolAnswers
+from kvstore.host.bringing import Bringing
 from kvstore.objects.changes import Keys, fingerprint_of
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.owner.claims import CLAIM_IS_OVER
@@ -33,7 +35,7 @@ from kvstore.protocol.messages import (
     Take,
 )
 from kvstore.rules.object_table import Verdict
-from kvstore.rules.tiered_table import PromotionState
+from kvstore.rules.tiered_table import Promoted, PromotionState
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,49 @@ def test_what_others_have_not_removed_yet_is_not_read_from_them(here: Store, oth
     assert _promoted(here, KEYS[3:]) == {PromotionState.HERE}
     owner_of(here).clear(SIG)
     assert _promoted(here) == {PromotionState.GONE}
+
+
+def test_what_comes_behind_the_first_look_is_found(
+    here: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may publish it before the pool is asked."""
+    put_all(here)
+    former, looked = Bringing._here, list[int]()
+
+    def look(bringing: Bringing, keys: Keys, signature: bytes, nbytes: int) -> list[Promoted]:
+        looked.append(len(keys))
+        if len(looked) == 1:
+            return [Promoted(PromotionState.LATER)] * len(keys)
+        return former(bringing, keys, signature, nbytes)
+
+    monkeypatch.setattr(Bringing, "_here", look)
+    assert _promoted(here) == {PromotionState.HERE}
+    assert looked == [N]
+    places = owner_of(here).promote(keys(N + 3), SIG, NBYTES, 0.0)
+    assert [one.state for one in places] == [PromotionState.HERE] * N + [PromotionState.GONE] * 3
+    said = [(one.slot, one.generation) for one in places[:N]]
+    assert said == owner_of(here).places(KEYS, SIG, NBYTES)[1]
+
+
+def test_what_was_evicted_and_is_not_told_yet_is_read_from_another_host(
+    here: Store, other: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(other)
+    sees(here)
+    assert _promoted(here) == {PromotionState.HERE}
+    own, former = owner_of(here), here._owners.look_up
+    stale = former(KEYS, fingerprint_of(SIG, NBYTES))
+    assert set(stale["owner"]) == {OWN}
+    with own._lock:
+        own._table.make_room(1.0, 1.0)
+    own.tell()
+    assert not own.holds(KEYS, SIG, NBYTES).any()
+    told = [stale]
+    monkeypatch.setattr(
+        here._owners, "look_up", lambda *what: told.pop() if told else former(*what)
+    )
+    assert _promoted(here) == {PromotionState.HERE}
+    assert own.holds(KEYS, SIG, NBYTES).all()
 
 
 def _promoted(store: Store, names: Keys = KEYS) -> set[PromotionState]:
