@@ -33,12 +33,14 @@ def config_of(
 
 def engine_of(values: Mapping[str, Any], index: str, keys: Keys = NO_KEYS) -> te.Config:
     """Of these settings, each of which may be missing. Without an index all processes are on one
-    host, and use no device unless they are told to. ``ValueError`` says what is wrong."""
+    host: nothing goes over a network that could be encrypted, and they use no device unless they
+    are told to. ``ValueError`` says what is wrong."""
     given: dict[str, Any] = {}
     if typed("encrypt", values.get("encrypt", False), "bool"):
         if not keys:
             raise ValueError("encrypt needs a secret: give all processes the same secret file")
-        given |= {"encrypt": True, "keys": keys.data}
+        if index:
+            given |= {"encrypt": True, "keys": keys.data}
     texts = {name: typed(name, values.get(name, ""), "str") for name in TEXTS}
     if texts["transports"]:
         given["transports"] = _names(texts["transports"])

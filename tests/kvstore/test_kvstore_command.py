@@ -280,6 +280,7 @@ def test_how_others_reach_the_memory() -> None:
     secret = Keys.from_secrets([b"0123456789abcdef of this test alone"])
     hidden = engine_of({"encrypt": True}, "redis://x", secret)
     assert (hidden.encrypt, hidden.keys) == (True, secret.data)
+    assert not engine_of({"encrypt": True}, "", secret).encrypt, "nothing goes over a network"
 
 
 @pytest.mark.parametrize("ports", ["20000", "20010-20000", "0-10", "7-7", "1-65536", "a-b"])
