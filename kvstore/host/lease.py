@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvstore.client.deadline import Deadline
 from kvstore.config import Config
 from kvstore.host import agreement
-from kvstore.host.lifetime import Attempts
+from kvstore.host.lifetime import PAUSE_S, Attempts
 from kvstore.host.messages import (
     BYTES_MAX,
     Farewell,
@@ -180,13 +180,16 @@ class Lease:
         if self._starting is None and may_start:
             try:
                 self._start()
-            except OSError as exc:  # Such as too many open files.
+            # Such as too many open files, or an engine that needs a secret, which this process has
+            # not: another one may start it.
+            except (OSError, ValueError) as exc:
                 self._said = f" ({exc})"
                 self._unable.warn("the owner of this host's store cannot be started: %s", exc)
         return False
 
     def _start(self) -> None:
-        """If this process gets the lock. ``OSError``."""
+        """If this process gets the lock. ``OSError``; ``ValueError`` if it cannot have the settings
+        of the last one."""
         lock = self._place.lock()
         if lock is not None:
             try:
@@ -262,10 +265,14 @@ class Lease:
 
     def _run(self) -> None:
         while not self._is_closing:
-            if self._line is None:
-                self._join_again()
-            else:
-                self._wait_for_end(self._line)
+            try:
+                if self._line is None:
+                    self._join_again()
+                else:
+                    self._wait_for_end(self._line)
+            except Exception:  # Without the thread, no owner is joined any more.
+                logger.exception("a bug in the store: the owner of this host is looked for anew")
+                self._wait(None, PAUSE_S)
 
     def _join_again(self) -> None:
         """Until an owner is joined, or this is to be closed."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["ADOPTION_S", "FIRST_USE_S", "Adoption", "Attempts", "Presence"]
+__all__ = ["ADOPTION_S", "FIRST_USE_S", "PAUSE_S", "Adoption", "Attempts", "Presence"]
 
 ADOPTION_S: Final = 2.0
 """So long a new owner waits for somebody who holds the memory of the last one. Those who do notice

@@ -9,6 +9,7 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from kvstore.host import agreement, lease, starting
 from kvstore.host.hosting import Brought, Hosting
 from kvstore.host.lease import Lease
 from kvstore.host.messages import BYTES_MAX, Farewell, Joined, Refused, encode
-from kvstore.host.place import Place
+from kvstore.host.place import Lock, Place
 from kvstore.host.starting import Starting
 from kvstore.memory.memory_file import MemoryFile
 
@@ -293,6 +294,67 @@ def test_an_owner_that_answers_nonsense_is_not_joined(
         assert descriptors() <= before
         listener.close()
         lock.close()
+
+
+@contextlib.contextmanager
+def hosted(directory: Path, has: dict[str, object]) -> Iterator[None]:
+    """An owner that is so, and has no memory."""
+    place, locks = Place(directory), list[Lock]()
+
+    def is_locked() -> bool:
+        """Others try to get it, too."""
+        lock = place.lock()
+        locks.extend([] if lock is None else [lock])
+        return bool(locks)
+
+    until(is_locked, "it has the lock")
+    hosting = Hosting(place, locks[0], agreement.pool(config(directory)), 600.0)
+    hosting.ready(has, None)
+    thread = threading.Thread(target=hosting.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        hosting.end()
+        thread.join(TIMEOUT_S)
+        hosting.close(is_left=False)
+        locks[0].close()
+
+
+def test_a_process_that_cannot_start_the_next_owner_uses_it_when_another_does(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one has encrypted, and this process has no secret for that."""
+    with contextlib.ExitStack() as stack:
+        with hosted(directory, {"network": {"encrypt": True}}):
+            mine = Lease(shared(directory), Place(directory))
+            stack.callback(mine.close)
+            assert mine.is_joined
+        until(lambda: "encrypt=True needs keys" in caplog.text, "it has tried, and says why not")
+        assert "the owner of this host's store cannot be started" in caplog.text
+        with hosted(directory, {}):
+            until(lambda: mine.joins == 2, "it looks for one still")
+
+
+def test_a_bug_does_not_end_the_thread_that_looks_for_owners(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "PAUSE_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        with hosted(directory, {}):
+            mine = Lease(shared(directory), Place(directory))
+            stack.callback(mine.close)
+            former = mine._try
+
+            def fail(_: float) -> bool:
+                monkeypatch.setattr(mine, "_try", former)
+                raise KeyError("a bug")
+
+            monkeypatch.setattr(mine, "_start", lambda: None)
+            monkeypatch.setattr(mine, "_try", fail)
+        with hosted(directory, {}):
+            until(lambda: mine.joins == 2, "it goes on")
+    assert "a bug in the store: the owner of this host is looked for anew" in caplog.text
 
 
 def test_a_process_that_does_not_begin_is_killed_and_leaves_the_lock(
