@@ -82,6 +82,8 @@ class Line:
         table, which the owner of a host sends first; that one may read this process's memory, if
         the system lets it (``Hello.reads``)."""
         self._name = name
+        #: How many questions it has had, with those that were not sent whole.
+        self.asked = 0
         self._room = bytearray(CALL_BYTES_MAX)
         self.tray_bytes: Final = tray_bytes
         until_s = time.monotonic() + timeout_s
@@ -123,11 +125,12 @@ class Line:
             raise
 
     def ask(self, question: Question, timeout_s: float) -> Answer:
-        """The answer. ``NoAnswer``, after which a late answer may come: the line must be closed.
-        Without any time left nothing is asked."""
+        """The answer. ``NoAnswer``, after which a late answer may come: the line must be closed, if
+        ``asked`` has risen. Without any time left nothing is asked."""
         until_s = time.monotonic() + timeout_s
         try:
             self._wait_until(until_s)
+            self.asked += 1
             self._socket.send(encode(question))
             self._wait_until(until_s)
             count = self._socket.recv_into(self._room)
@@ -140,6 +143,7 @@ class Line:
     def tell(self, question: Question) -> None:
         """Asks what is not answered; left out if the owner does not read at the moment. ``OSError``
         if the connection has ended."""
+        self.asked += 1
         self._socket.settimeout(0.0)  # With one, the socket's own poll would wait.
         with contextlib.suppress(BlockingIOError):
             self._socket.send(encode(question))
@@ -281,9 +285,10 @@ class Caller:
     @contextmanager
     def line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
         """For one question after another, with a tray for so many bytes; it is ended by what is
-        raised. None: all are in use."""
+        raised behind a question. None: all are in use."""
         until_s = time.monotonic() + timeout_s
         line, is_new = self._take(timeout_s)
+        asked = -1
         try:
             if line is not None and line.tray_bytes < nbytes:
                 line.close()
@@ -292,33 +297,34 @@ class Caller:
                 tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
                 left_s = until_s - time.monotonic()
                 line = Line(self._path, self._name, left_s, tray, self._map_table)
+            if line is not None:
+                asked = line.asked
             yield line
         except BaseException:
-            if line is not None:
+            if line is not None and line.asked != asked:
                 line.close()  # Whatever it still answers is not waited for.
+                line, is_new = None, True
             if line is not None or is_new:
-                with self._lock:
-                    if self._turns:
-                        self._turns.popleft().came.set()
-                    else:
-                        self._lines -= 1
-            raise
-        if line is None:
-            return
-        with self._lock:
-            if not self._is_closed:
                 self._give_back(line)
+            raise
+        if line is not None:
+            self._give_back(line)
+
+    def _give_back(self, line: Line | None) -> None:
+        """None: there is a line less."""
+        with self._lock:
+            if self._turns:
+                turn = self._turns.popleft()
+                turn.line = line
+                turn.came.set()
+                return
+            if line is None:
+                self._lines -= 1
+                return
+            if not self._is_closed:
+                self._idle.append(line)
                 return
         line.close()
-
-    def _give_back(self, line: Line) -> None:
-        """With the lock."""
-        if self._turns:
-            turn = self._turns.popleft()
-            turn.line = line
-            turn.came.set()
-        else:
-            self._idle.append(line)
 
     def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
         """A line, or whether there may be a new one."""
@@ -338,16 +344,23 @@ class Caller:
             self._turns.append(turn)
         try:
             turn.came.wait(timeout_s)
-        finally:
-            with self._lock:
-                is_over = turn in self._turns
-                if is_over:
-                    self._turns.remove(turn)
-        if is_over:
+        except BaseException:
+            if not self._ends(turn):
+                self._give_back(turn.line)
+            raise
+        if self._ends(turn):
             raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
         if turn.line is None and self._is_closed:
             raise NoAnswer(f"the connections to owner {self._name} were ended")
         return turn.line, turn.line is None
+
+    def _ends(self, turn: _Turn) -> bool:
+        """Whether a turn had not come; it does not come any more."""
+        with self._lock:
+            is_waiting = turn in self._turns
+            if is_waiting:
+                self._turns.remove(turn)
+            return is_waiting
 
 
 def _known(_: int) -> None:

@@ -165,6 +165,16 @@ def test_a_line_in_use_when_its_caller_is_closed_ends_behind_that(
     assert line._socket.fileno() == -1
 
 
+def test_a_line_that_came_too_late_to_ask_is_kept(owner: Store, guest: Store) -> None:
+    until(guest._owners.usable, "the owner is known")
+    caller = caller_of(guest)
+    (line,) = caller._idle
+    with pytest.raises(NoAnswer, match="does not answer in time"), caller.line(TIMEOUT_S):
+        line.ask(Publish(1), 0.0)
+    assert (caller._idle, caller._lines) == ([line], 1)
+    assert isinstance(caller.ask(Publish(1), TIMEOUT_S), Published)
+
+
 def test_an_owner_with_too_many_lines_is_read_and_written_by_te(
     owner: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

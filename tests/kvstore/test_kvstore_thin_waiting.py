@@ -119,8 +119,7 @@ def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: 
     path = str(directory / "owner.calls")
     caller = Caller(path, "abc", None, TIMEOUT_S, lambda _: None)
     held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
-    for one in held:
-        one.enter_context(caller.line(TIMEOUT_S))
+    lines = [one.enter_context(caller.line(TIMEOUT_S)) for one in held]
     came, over = list[str](), threading.Event()
 
     def ask(name: str) -> None:
@@ -138,6 +137,7 @@ def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: 
     until(lambda: came == ["a"], "the first one has it")
     held[1].close()
     until(lambda: came == ["a", "b"], "then the second")
+    lines[2].asked += 1
     assert not held[2].__exit__(OSError, OSError("its line has ended"), None)
     until(lambda: came == ["a", "b", "c"], "the third one has made one")
     caller.close()
@@ -151,8 +151,37 @@ def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: 
     assert (caller._lines, caller._idle) == (calling.LINES_MAX, [])
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_line_that_comes_while_its_thread_is_interrupted_is_not_lost(
+    host: Store, directory: Path, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    caller = Caller(str(directory / "owner.calls"), "abc", None, TIMEOUT_S, lambda _: None)
+    held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
+    (line, *_) = [one.enter_context(caller.line(TIMEOUT_S)) for one in held]
+
+    class Interrupted(threading.Event):
+        def wait(self, _: float | None = None) -> bool:
+            if is_ended:
+                assert line is not None
+                line.asked += 1
+                held[0].__exit__(OSError, OSError("its line has ended"), None)
+            held[0].close()
+            assert self.is_set(), "the turn has come"
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(calling.threading, "Event", Interrupted)
+    with pytest.raises(KeyboardInterrupt), caller.line(TIMEOUT_S):
+        pass
+    left = calling.LINES_MAX - is_ended
+    assert (caller._idle, caller._lines) == ([] if is_ended else [line], left)
+    for one in held[1:]:
+        one.close()
+    caller.close()
+
+
 def test_an_owner_that_does_not_read_is_told_nothing_and_not_waited_for() -> None:
     line = Line.__new__(Line)
+    line.asked = 0
     line._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line._socket.settimeout(TIMEOUT_S)
     with line._socket, far:
