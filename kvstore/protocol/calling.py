@@ -46,6 +46,9 @@ __all__ = ["Caller", "Line", "Window"]
 
 LINES_MAX: Final = 4
 """Connections to one owner, each for one thread at a time."""
+TELL_TIMEOUT_S: Final = 0.5
+"""So long what is told waits for a line: under steady load each one is handed on, and none is ever
+idle."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +255,9 @@ class Caller:
             return self.answer(line, question, until_s)
 
     def tell(self, questions: Iterable[Question]) -> None:
-        """Asks what is not answered, and is left out if the owner cannot hear it now."""
-        with contextlib.suppress(NoAnswer, OSError), self.line(0.0) as line:
+        """Asks what is not answered, and is left out if the owner cannot hear it now. Waits for a
+        line, ``TELL_TIMEOUT_S`` at most."""
+        with contextlib.suppress(NoAnswer, OSError), self.line(TELL_TIMEOUT_S) as line:
             if line is not None:
                 for one in questions:
                     line.tell(one)

@@ -151,6 +151,31 @@ def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: 
     assert (caller._lines, caller._idle) == (calling.LINES_MAX, [])
 
 
+def test_what_is_told_has_its_turn_and_does_not_wait_long_for_it(
+    host: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load all lines are handed on, and none is idle."""
+    caller = Caller(str(directory / "owner.calls"), "abc", None, TIMEOUT_S, lambda _: None)
+    held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
+    for one in held:
+        one.enter_context(caller.line(TIMEOUT_S))
+    told, touch = list[Any](), Touch(KEYS.tobytes(), SIG)
+    monkeypatch.setattr(Line, "tell", lambda _, question: told.append(question))
+    monkeypatch.setattr(calling, "TELL_TIMEOUT_S", 0.01)
+    caller.tell([touch])
+    assert told == []
+    monkeypatch.setattr(calling, "TELL_TIMEOUT_S", TIMEOUT_S)
+    thread = threading.Thread(target=caller.tell, args=[[touch]])
+    thread.start()
+    until(lambda: caller._turns, "it waits")
+    held[0].close()
+    thread.join(TIMEOUT_S)
+    assert told == [touch]
+    for one in held:
+        one.close()
+    caller.close()
+
+
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_a_line_that_comes_while_its_thread_is_interrupted_is_not_lost(
     host: Store, directory: Path, monkeypatch: pytest.MonkeyPatch, is_ended: bool
