@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 import te
 from kvstore.client.aheads import Aheads
@@ -56,7 +57,15 @@ from kvstore.protocol.messages import (
 from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import Promoted, PromotionState
 
-__all__ = ["AskedHandle", "Handle", "LocalHandle", "RemoteHandle", "check_unchanged", "of_each"]
+__all__ = [
+    "AskedHandle",
+    "Handle",
+    "LocalHandle",
+    "RemoteHandle",
+    "check_unchanged",
+    "of_each",
+    "within",
+]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
@@ -295,8 +304,7 @@ class AskedHandle:
         """See ``Handle``. The owner answers a little before the time has passed, and after
         ``timeout_s`` of this object at the latest: so one that has died is noticed."""
         timeout_s = min(timeout_s, self._timeout_s)
-        timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), PROMOTE_MS_MAX)
-        question = Promote(keys.tobytes(), signature, nbytes, timeout_ms)
+        question = Promote(keys.tobytes(), signature, nbytes, _answered_ms(timeout_s))
         answer = self._ask(question, InMemory, timeout_s)
         with self._sense("what is in memory"):
             states = [PromotionState(one) for one in answer.states]
@@ -435,6 +443,17 @@ class RemoteHandle(AskedHandle):
 
     def _learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
         self._owner.learn(keys, signature, nbytes, placed)
+
+
+def within(question: Question, left_s: float) -> Question:
+    """The question, of which the owner is to know how long its answer is waited for still."""
+    if isinstance(question, Promote):
+        return structs.replace(question, timeout_ms=_answered_ms(left_s))
+    return question
+
+
+def _answered_ms(left_s: float) -> int:
+    return min(max(int(left_s * 1000 * ANSWERED_PART), 0), PROMOTE_MS_MAX)
 
 
 def _answer_after(told: Future[Result], answer_of: Callable[[Result], Answer]) -> Future[Answer]:

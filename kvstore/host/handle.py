@@ -14,7 +14,7 @@ import numpy as np
 
 import te
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import AskedHandle, check_unchanged, of_each
+from kvstore.client.handles import AskedHandle, check_unchanged, of_each, within
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
@@ -168,6 +168,9 @@ class HostHandle(AskedHandle):
         return future
 
     def _answer(self, question: Question, timeout_s: float) -> Answer:
-        answer = self._caller.ask(question, timeout_s)
-        assert answer is not None, "it waits for a line"
-        return answer
+        until_s = time.monotonic() + timeout_s
+        with self._caller.line(timeout_s) as line:
+            assert line is not None, "it waits for a line"
+            # Others may have had all lines for a part of the time.
+            told = within(question, until_s - time.monotonic())
+            return self._caller.answer(line, told, until_s)

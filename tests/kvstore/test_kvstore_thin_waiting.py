@@ -26,7 +26,7 @@ from kvstore.objects.outcomes import Got
 from kvstore.protocol import calling
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller, Line
-from kvstore.protocol.messages import Touch
+from kvstore.protocol.messages import InMemory, Promote, Touch
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,32 @@ def test_a_new_line_has_the_time_that_is_left(host: Store, monkeypatch: pytest.M
     with pytest.raises(NoAnswer, match="made"), link.caller.line(8.0):
         pass
     assert given == [6.0]
+
+
+def test_an_owner_waits_no_longer_than_is_left_behind_the_wait_for_a_line(
+    host: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, now_s, asked = pool_of(host).handle(0), 100.0, list[tuple[int, float]]()
+    assert handle is not None
+    former, waits_s = Caller._take, iter([0.0, 7.5, 11.0])
+
+    def take(caller: Caller, timeout_s: float) -> tuple[Line | None, bool]:
+        nonlocal now_s
+        now_s += next(waits_s)
+        return former(caller, timeout_s)
+
+    def ask(_: Line, question: Promote, timeout_s: float) -> InMemory:
+        asked.append((question.timeout_ms, timeout_s))
+        return InMemory([], b"", b"")
+
+    monkeypatch.setattr(handle, "_timeout_s", 10.0)
+    monkeypatch.setattr(calling.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(Caller, "_take", take)
+    monkeypatch.setattr(Line, "ask", ask)
+    for _ in range(3):
+        handle.promote(KEYS[:0], SIG, NBYTES, 60.0)
+    monkeypatch.undo()
+    assert asked == [(8000, 10.0), (2000, 2.5), (0, -1.0)]
 
 
 def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: Path) -> None:
