@@ -165,8 +165,12 @@ def refusal(mine: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def is_same_memory(config: Config, was: Mapping[str, Any]) -> bool:
-    """Whether the memory of an owner is such as a process wants it."""
-    return all(was.get(name) == getattr(config, name) for name in ("memory", "chunk_bytes"))
+    """Whether the memory of an owner is such as a process wants it. Its chunks may be of the size
+    that they have by default without anybody having said so."""
+    if was.get("memory") != config.memory:
+        return False
+    usual = replace(config, chunk_bytes=0).chunk_bytes_used
+    return bool((was.get("chunk_bytes", -1) or usual) == config.chunk_bytes_used)
 
 
 def to_bytes(config: Config) -> bytes:

@@ -236,6 +236,19 @@ def test_settings_that_differ_are_named() -> None:
     assert agreement.wished(mine, {"index": "redis://x", "new": 1}) == mine
 
 
+def test_memory_is_the_same_with_its_usual_chunks_whether_they_are_said_or_not() -> None:
+    usual = Config(memory=1 << 30)
+    said = replace(usual, chunk_bytes=usual.chunk_bytes_used)
+    other = replace(usual, chunk_bytes=usual.chunk_bytes_used // 2)
+    for one in (usual, said):
+        assert agreement.is_same_memory(one, agreement.wishes(usual))
+        assert agreement.is_same_memory(one, agreement.wishes(said))
+        assert not agreement.is_same_memory(one, agreement.wishes(other))
+        assert not agreement.is_same_memory(other, agreement.wishes(one))
+        assert not agreement.is_same_memory(replace(one, memory=1 << 31), agreement.wishes(one))
+        assert not agreement.is_same_memory(one, {"memory": 1 << 30}), "it does not say"
+
+
 def of_network(memory: int = 0, host: str = "", **engine: Any) -> Config:
     secret = Keys.from_secrets([b"o" * 40])
     settings = te.Config(keys=secret.data, **engine)
