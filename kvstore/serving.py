@@ -177,10 +177,20 @@ def _asked_to_give_way(config: Config, place: Place, until: Deadline) -> Message
 
 
 def _fitting(config: Config, brought: Brought) -> Brought | None:
-    """The memory of the last owner, if it is such as an operator wants it."""
+    """The memory of the last owner, if it is such as an operator wants it. ``ValueError`` if there
+    is no room for other memory beside it."""
     if agreement.is_same_memory(config, brought.was):
         return brought
+    held = os.fstat(brought.fd).st_size
     os.close(brought.fd)
+    try:
+        check_room("memory", config.memory)
+    except ValueError as exc:
+        raise ValueError(
+            f"{exc}. Servers of this host hold {held >> 20} MiB of the last owner's until there is"
+            f" a next one: memory={brought.was.get('memory')} and"
+            f" chunk_bytes={brought.was.get('chunk_bytes')} take that over, with all pages"
+        ) from exc
     logger.warning(
         "the pages of the last owner are gone: it had memory=%s and chunk_bytes=%s",
         brought.was.get("memory"),

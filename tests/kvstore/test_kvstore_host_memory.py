@@ -19,9 +19,12 @@ from store_makers import config
 from store_meeting import owning
 
 from kvstore import serving
+from kvstore.host import agreement
+from kvstore.host.hosting import Brought
 from kvstore.host.place import Place
 from kvstore.memory import host_memory
 from kvstore.memory.host_memory import Room, check_room, meminfo_room, rooms
+from kvstore.memory.memory_file import MemoryFile
 from kvstore.owner.card import OwnerCard
 from kvstore.serving import serve, transit_chunk_bytes
 from kvstore.store import Store
@@ -127,6 +130,16 @@ def test_an_owner_that_lends_nothing_starts_in_a_small_container(
 def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
     with pytest.raises(ValueError, match="more memory than this process can have"):
         owning(config(directory, 1 << 46))
+
+
+def test_memory_that_servers_hold_of_the_last_owner_is_named(directory: Path) -> None:
+    left = MemoryFile.make(4 * MIB)
+    was = agreement.wishes(config(directory, 4 * MIB))
+    brought = Brought(os.dup(left.readable_fd), left.name, was)
+    held = "MiB are left .* hold 4 MiB of .*: memory=4194304 and chunk_bytes=0 take that over"
+    with pytest.raises(ValueError, match=held):
+        serving._fitting(config(directory, 1 << 46), brought)
+    left.close()
 
 
 @pytest.mark.slow
