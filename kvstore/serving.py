@@ -26,6 +26,7 @@ from kvstore.client.deadline import Deadline
 from kvstore.config import CHUNK_BYTES_MAX, Config
 from kvstore.host import agreement
 from kvstore.host.hosting import Brought, Hosting
+from kvstore.host.lifetime import GIVEN_WAY_S
 from kvstore.host.messages import (
     BYTES_MAX,
     Join,
@@ -42,6 +43,7 @@ from kvstore.memory.host_memory import check_room, least_room
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.memory.slab import Slab
 from kvstore.protocol.messages import VERSION
+from kvstore.protocol.users import pid_of
 from kvstore.store import Store
 
 __all__ = ["allow_open_files", "lock_of", "main_of_started", "serve", "transit_chunk_bytes"]
@@ -51,7 +53,6 @@ logger = logging.getLogger(__name__)
 LOG_BYTES_MAX: Final = 1 << 20
 """Of each of two files."""
 LABEL: Final = "store of this host"
-GIVE_WAY_TIMEOUT_S: Final = 30.0
 TRANSIT_CHUNKS: Final = 8
 """Memory of an owner that lends none, by way of which objects come from other hosts and go to them.
 It takes what it needs of it."""
@@ -137,9 +138,10 @@ def transit_chunk_bytes(left: int | None) -> int:
 def lock_of(config: Config, place: Place) -> Lock:
     """The right to own the host's store. An owner that a server has started is asked to give way;
     it may have to write much to a disk. ``ValueError`` says why it does not."""
-    until = Deadline(GIVE_WAY_TIMEOUT_S)
+    until, who = Deadline(GIVEN_WAY_S), "another process"
     while (lock := place.lock()) is None:
-        answer = _asked_to_give_way(config, place, until)
+        pid, answer = _asked_to_give_way(config, place, until)
+        who = f"the process {pid}" if pid else who
         if isinstance(answer, Joined):
             raise ValueError(
                 f"the process {answer.pid} owns the store in {config.directory}, and an operator"
@@ -153,27 +155,30 @@ def lock_of(config: Config, place: Place) -> Lock:
             )
         if until.is_over:
             raise ValueError(
-                f"another process owns the store in {config.directory}, and does not end within"
-                f" {GIVE_WAY_TIMEOUT_S:g} s: end it first"
+                f"{who} owns the store in {config.directory}, and does not end within"
+                f" {GIVEN_WAY_S:g} s: end it first"
             )
         time.sleep(0.05)
     return lock
 
 
-def _asked_to_give_way(config: Config, place: Place, until: Deadline) -> Message | None:
-    """What the host's owner answers; None if it has ended, or does not listen yet."""
+def _asked_to_give_way(config: Config, place: Place, until: Deadline) -> tuple[int, Message | None]:
+    """Which process listens, 0 if that is not known, and what the host's owner answers; None if it
+    has ended, or does not listen yet."""
+    pid = 0
     join = Join(VERSION, agreement.wishes(config), agreement.pool(config), takes_over=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(max(until.left_s, 0.001))
         try:
             line.connect(str(place.socket))
+            pid = pid_of(line)
             line.send(encode(join))
             raw, fds, _, _ = socket.recv_fds(line, BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
             for fd in fds:
                 os.close(fd)
-            return decode(raw) if raw else None
+            return pid, decode(raw) if raw else None
         except (OSError, ValueError):
-            return None
+            return pid, None
 
 
 def _fitting(config: Config, brought: Brought) -> Brought | None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvstore.client.deadline import Deadline
 from kvstore.config import Config
 from kvstore.host import agreement
-from kvstore.host.lifetime import PAUSE_S, Attempts
+from kvstore.host.lifetime import GIVEN_WAY_S, PAUSE_S, Attempts
 from kvstore.host.messages import (
     BYTES_MAX,
     Farewell,
@@ -45,9 +45,6 @@ JOIN_TIMEOUT_S: Final = 30.0
 """A process waits so long at its start until the owner is ready: it may have to look through much
 memory, or the last owner may have to write much to a disk."""
 CLOSE_TIMEOUT_S: Final = 10.0
-GIVEN_WAY_S: Final = 10.0
-"""So long a process starts no owner behind one that has given way to another, or was an
-operator's."""
 REMINDER_S: Final = 0.1
 """So long behind the first reminder the thread does what it is reminded of."""
 

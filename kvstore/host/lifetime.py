@@ -7,7 +7,15 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["ADOPTION_S", "FIRST_USE_S", "PAUSE_S", "Adoption", "Attempts", "Presence"]
+__all__ = [
+    "ADOPTION_S",
+    "FIRST_USE_S",
+    "GIVEN_WAY_S",
+    "PAUSE_S",
+    "Adoption",
+    "Attempts",
+    "Presence",
+]
 
 ADOPTION_S: Final = 2.0
 """So long a new owner waits for somebody who holds the memory of the last one. Those who do notice
@@ -16,6 +24,11 @@ those who have ended, too."""
 
 FIRST_USE_S: Final = 60.0
 """So long an owner waits at least for the one that has started it."""
+
+GIVEN_WAY_S: Final = 60.0
+"""So long an owner that gives way to another is waited for: it ends its lines, writes what lies in
+memory alone to a disk, and ends its engine, which may take 35 s. So long other processes start no
+owner behind one that has given way, or was an operator's."""
 
 RUSH_S: Final = 2.0
 """So long after an owner's end it is looked for all the time."""

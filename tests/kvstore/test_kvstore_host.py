@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -384,17 +385,24 @@ def test_a_second_operator_s_owner_is_refused(
         lock_of(wanted, Place(directory))
 
 
+@pytest.mark.parametrize("listens", [False, True])
 def test_an_owner_that_does_not_end_is_not_waited_for_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
-    monkeypatch.setattr(serving, "GIVE_WAY_TIMEOUT_S", 0.1)
-    lock = Place(directory).lock()
+    monkeypatch.setattr(serving, "GIVEN_WAY_S", 0.1)
+    place = Place(directory)
+    lock = place.lock()
     assert lock is not None
+    who = f"the process {os.getpid()}" if listens else "another process"
     with (
         contextlib.closing(lock),
-        pytest.raises(ValueError, match=r"does not end within 0\.1 s: end it first"),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
     ):
-        lock_of(config(directory, MEMORY), Place(directory))
+        if listens:
+            listener.bind(str(place.socket))
+            listener.listen()
+        with pytest.raises(ValueError, match=rf"^{who} owns .* within 0\.1 s: end it first"):
+            lock_of(config(directory, MEMORY), place)
 
 
 def test_the_report_of_a_process_that_ends_without_a_word(

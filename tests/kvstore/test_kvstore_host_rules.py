@@ -21,6 +21,7 @@ from kvstore.host import agreement
 from kvstore.host.lifetime import (
     ADOPTION_S,
     FIRST_USE_S,
+    GIVEN_WAY_S,
     Adoption,
     Attempts,
     Presence,
@@ -28,8 +29,11 @@ from kvstore.host.lifetime import (
 from kvstore.host.messages import Farewell, Join, Joined, Refused, decode, encode
 from kvstore.host.place import Place
 from kvstore.host.telling import TELLER_S, Teller, Told
+from kvstore.owner.answering import CLOSE_TIMEOUT_S as LINES_S
 from kvstore.owner.card import OwnerStats
+from kvstore.owner.owner import DRAIN_S
 from kvstore.protocol.users import check_user
+from te.engine import CLOSE_TIMEOUT_S as ENGINE_S
 
 LINGER_S = 600.0
 
@@ -213,6 +217,10 @@ def test_nobody_takes_over_what_is_older_than_the_last_owner(events: Any) -> Non
     if world.owner is not None and world.owner[0]:
         assert world.owner[0] == world.noted
         assert all(world.clients[one] == world.noted for one in world.joined)
+
+
+def test_an_owner_that_gives_way_has_the_time_that_it_takes_to_end() -> None:
+    assert GIVEN_WAY_S >= 1.5 * (LINES_S + DRAIN_S + ENGINE_S)
 
 
 # -- what processes must agree on
