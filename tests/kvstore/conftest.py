@@ -23,6 +23,7 @@ from kvstore.owner import answering, claims, fencing, service
 from kvstore.owner import owner as owner_module
 from kvstore.protocol import loop
 from kvstore.store import Store
+from te import engine as te_engine
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     set itself."""
     for call in (Store.get, Store.put):
         monkeypatch.setattr(call, "__defaults__", (TIMEOUT_S,))
-    for module in (answering, fencing, loop):
+    for module in (answering, fencing, loop, lease, te_engine):
         monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", TIMEOUT_S)
     for waiting in (claims, owner_module, service):

@@ -67,17 +67,27 @@ def pids(directory: Path) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, and is not one that has ended and waits for its parent."""
+    """Whether any thread of a process runs: the first one may have ended before the others, and
+    waits for its parent behind them all."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+    return any(map(_runs, threads))
+
+
+def _runs(thread: Path) -> bool:
+    try:
+        state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in "ZX"
 
 
 def kill(pid: int) -> None:
-    """Returns when it has ended, with all of its threads."""
-    os.kill(pid, signal.SIGKILL)
+    """Returns when it has ended, with all of its threads. It may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     until(lambda: not is_alive(pid), "it has ended")
 
 

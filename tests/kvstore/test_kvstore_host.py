@@ -52,8 +52,7 @@ def start_user(directory: Path) -> Iterator[Callable[[], User]]:
 
 
 @pytest.fixture(autouse=True)
-def ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+def ended(directory: Path) -> Iterator[None]:
     yield
     end_all(directory)
 

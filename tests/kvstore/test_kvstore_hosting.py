@@ -281,7 +281,6 @@ def test_an_owner_that_answers_nonsense_is_not_joined(
     thread = threading.Thread(target=talk)
     thread.start()
     monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(lease, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     mine = Lease(shared(directory), place)
     try:
         monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
