@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from kvstore.client.reading import cancel
 from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import Pieces
@@ -63,8 +64,8 @@ class Load:
             if group.failed is None:
                 self._store.gets.check(group, self._deadline_s)
             if group.failed is not None:
-                self._groups.remove(group)
                 self._store.gets.finish(group, self._destination, self._outcomes, self._deadline_s)
+                self._groups.remove(group)
                 rows += group.rows
         self._again(rows)
         return self._is_right(row for group in self._groups for row in group.rows)
@@ -84,10 +85,11 @@ class Load:
         return self._outcomes
 
     def cancel(self) -> None:
-        """Ends all reads; nothing lands any more. Without effect after ``finish``."""
+        """Ends all reads; nothing lands any more. Without effect after ``finish``. Raises
+        ``StillLanding`` as ``Store.get`` does."""
         for group in self._groups:
             group.fail(Got.TIMED_OUT, "cancelled")
-            group.wait(self._deadline_s)
+        cancel(self._groups)
         self._groups = []
 
     def _is_right(self, open_rows: Iterable[int]) -> bool:

@@ -31,7 +31,7 @@ from kvstore.client.memory import Memory
 from kvstore.client.owners import Membership, Owners
 from kvstore.client.pool import Pool, Version
 from kvstore.client.puts import Puts
-from kvstore.client.reading import HeaderRooms
+from kvstore.client.reading import HeaderRooms, StillLanding
 from kvstore.client.status import QUESTION, OwnerSeen, StoreStatus
 from kvstore.config import Config
 from kvstore.host.answers import PoolAnswers
@@ -57,7 +57,7 @@ from kvstore.owner.answering import Answerer
 from te.forking import Origin
 from te.status import StatusSocket, process_name
 
-__all__ = ["Store"]
+__all__ = ["StillLanding", "Store"]
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,8 @@ class Store:
 
         Raises:
             te.BoundsError: a destination is not registered.
-            te.FenceTimeout: a read did not stop; the destination must not be used any more.
+            StillLanding: a read did not stop in time; the destination must not be used before
+                its ``wait`` has returned.
         """
         _check_shapes(keys, signature, destination)
         outcomes = self.gets.get(keys, signature, destination, time.monotonic() + timeout_s)

@@ -19,7 +19,7 @@ from kvstore.client.mapped_reads import MappedGroup
 from kvstore.client.memory import Memory
 from kvstore.client.pool import Pool
 from kvstore.client.promoting import promoted_parts
-from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms
+from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms, cancel
 from kvstore.objects.changes import LOWER_TIER, PLACE, Found, Keys, Records, fingerprint_of
 from kvstore.objects.copying import Copier
 from kvstore.objects.headers import tell_apart
@@ -270,7 +270,7 @@ class Gets:
             for group in groups:
                 self.finish(group, destination, outcomes, deadline_s, is_whole=is_whole)
         except BaseException:
-            _cancel(groups)
+            cancel(groups)
             raise
 
     # -- from lower tiers
@@ -338,9 +338,3 @@ def _by_way(groups: Sequence[Group], is_readable: bool) -> tuple[list[Group], li
     the processor can write the destination."""
     near = [is_readable and one.source.window is not None for one in groups]
     return list(compress(groups, near)), list(compress(groups, [not one for one in near]))
-
-
-def _cancel(groups: Sequence[Group]) -> None:
-    """Ends reads under way, so that nothing lands after an exception."""
-    for group in groups:
-        group.cancel()

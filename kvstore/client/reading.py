@@ -8,6 +8,7 @@ bytes that have the checksum of the wanted object's header are that object's.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +26,25 @@ from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.protocol.calling import Window
+from kvstore.rate_limited_log import RateLimitedLog
 
-__all__ = ["HEADERS_MAX", "ROOMS", "Group", "HeaderRoom", "HeaderRooms", "Source"]
+__all__ = [
+    "HEADERS_MAX",
+    "ROOMS",
+    "Group",
+    "HeaderRoom",
+    "HeaderRooms",
+    "Source",
+    "StillLanding",
+    "cancel",
+]
+
+logger = logging.getLogger(__name__)
 
 HEADERS_MAX: Final = 4096
 """Objects of one owner that one group reads."""
 ROOMS: Final = 16
+WARN_EVERY_S: Final = 10.0
 _GOT: Final = {_bytes.RIGHT: Got.RIGHT, _bytes.MOVED: Got.MOVED}
 
 
@@ -126,6 +140,10 @@ class Group:
     begun_s: list[float] = field(default_factory=list)
     #: Where the headers come to that are read with the bytes.
     room: HeaderRoom | None = None
+    #: The last read of headers alone.
+    headers_read: te.Transfer | None = None
+    #: Reads that have not stopped when they were cancelled.
+    going_on: list[te.Transfer] = field(default_factory=list)
     #: The headers that were read last, for ``Load``.
     found: Records | None = None
     #: Why no object of the group can be right any more.
@@ -223,9 +241,20 @@ class Group:
             self.cancel()
 
     def cancel(self) -> None:
-        """Nothing lands any more after this."""
-        for transfer in self.transfers:
-            transfer.cancel()
+        """Nothing lands any more after this. Raises what the function ``cancel`` raises."""
+        cancel([self])
+
+    def stop(self) -> bool:
+        """Cancels all reads; whether nothing lands any more, or some did not stop in time
+        (``going_on``)."""
+        reads = [*self.transfers, *([] if self.headers_read is None else [self.headers_read])]
+        self.going_on = [one for one in reads if not _stops(one)]
+        if not self.going_on:
+            self._give_room_back()
+        return not self.going_on
+
+    def _give_room_back(self) -> None:
+        """Nothing lands there any more."""
         if self.room is not None:
             self.room.give_back()
             self.room = None
@@ -250,29 +279,73 @@ class Group:
     def check(self, rooms: HeaderRooms, deadline_s: float) -> Records | None:
         """After the bytes that count are there: what the headers of the slots say, behind them or
         with them. None if they cannot be read, and the group has failed."""
-        room, self.room = self.room, None
-        came_along = room is not None
-        if room is None:
-            room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
-        if room is None:
+        came_along = self.room is not None
+        if self.room is None:
+            self.room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
+        if self.room is None:
             self.fail(Got.TIMED_OUT, "too many reads at once: no memory for headers became free")
             return None
-        try:
-            if not came_along and not self._read_headers(room, deadline_s):
-                return None
-            return room.records[: len(self.rows)].copy()
-        finally:
-            room.give_back()
+        if not came_along:
+            self._read_headers(self.room, deadline_s)
+        if self.failed is not None:
+            self.cancel()
+            return None
+        found = self.room.records[: len(self.rows)].copy()
+        self._give_room_back()
+        return found
 
-    def _read_headers(self, room: HeaderRoom, deadline_s: float) -> bool:
+    def _read_headers(self, room: HeaderRoom, deadline_s: float) -> None:
         try:
             headers = self.source.headers(self.slots)
             blocks = room.pieces(len(headers)).blocks(headers, 0, to_slots=False)
-            transfer = self.source.peer.read(blocks)
+            self.headers_read = self.source.peer.read(blocks)
         except (te.QueueFull, te.TransferFailed) as exc:
             self.fail(Got.UNREACHABLE, str(exc))
-            return False
-        self._await(transfer, deadline_s)
-        if self.failed is not None:
-            transfer.cancel()
-        return self.failed is None
+        else:
+            self._await(self.headers_read, deadline_s)
+
+
+class StillLanding(te.FenceTimeout):
+    """Reads did not stop in time: the memory that they read into must not be used before ``wait``
+    has returned. For one thread."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """``groups``: those that have not stopped."""
+        self._groups = groups
+        nbytes = sum(one.nbytes for one in self.transfers)
+        owners = ", ".join(sorted({str(one.source.number) for one in groups}))
+        super().__init__(
+            f"{len(self.transfers)} reads of {nbytes} bytes from owners of the store ({owners}) did"
+            " not stop in time"
+        )
+
+    @property
+    def transfers(self) -> list[te.Transfer]:
+        """Those that go on, as far as is known."""
+        return [read for group in self._groups for read in group.going_on]
+
+    def wait(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Returns when nothing lands any more, however long that takes: if it returned before, its
+        caller would use the memory again. Cancels again and again (te's ``cancel`` waits by
+        itself), and warns meanwhile. The end of the engine, by ``Store.close``, ends it, too."""
+        log = RateLimitedLog(logger, clock, WARN_EVERY_S)
+        while self._groups:
+            log.warn("waiting until nothing lands any more in the memory of a get: %s", self)
+            self._groups = [one for one in self._groups if not one.stop()]
+
+
+def cancel(groups: Sequence[Group]) -> None:
+    """Nothing lands any more after this. All are cancelled, also those behind one that does not
+    stop; ``StillLanding`` is raised then."""
+    left = [one for one in groups if not one.stop()]
+    if left:
+        raise StillLanding(left)
+
+
+def _stops(read: te.Transfer) -> bool:
+    """Cancels it; whether nothing of it lands any more."""
+    try:
+        read.cancel()
+    except te.FenceTimeout:
+        return False
+    return True

@@ -13,11 +13,11 @@ from store_meeting import owning
 from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, sees
 
 import te
-from kvstore.client.reading import ROOMS, HeaderRoom
+from kvstore.client.reading import ROOMS, Group, HeaderRoom
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.objects.pieces import Pieces
 from kvstore.objects.signature import Signature
-from kvstore.store import Store
+from kvstore.store import StillLanding, Store
 
 # -- what was stored comes back
 
@@ -249,6 +249,32 @@ def test_without_memory_for_headers_they_are_read_afterwards(
     assert (back.bytes == room.bytes).all()
     assert waited[0] == 0 < waited[1]
     assert len(guest._rooms._free) == ROOMS
+
+
+def test_a_read_that_does_not_stop_is_waited_for(
+    tcp_guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guest, room = tcp_guest, put_all(owner)
+    sees(guest)
+    back, in_vain, cancel = Room(guest, N, NBYTES), [1] * 5, te.Transfer.cancel
+
+    def late(read: te.Transfer) -> None:
+        if in_vain:
+            in_vain.pop()
+            raise te.FenceTimeout("a landing did not end")
+        cancel(read)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "wait_for", lambda self, *_: self.fail(Got.TIMED_OUT, "slow"))
+        patch.setattr(te.Transfer, "cancel", late)
+        with pytest.raises(StillLanding) as told:
+            guest.get(KEYS, SIG, back.pieces)
+        assert len(guest._rooms._free) == ROOMS - 1
+        told.value.wait()
+    assert not in_vain
+    assert len(guest._rooms._free) == ROOMS
+    assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
 
 
 def test_which_memory_the_processor_can_read(owner: Store) -> None:
