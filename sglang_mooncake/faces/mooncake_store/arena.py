@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
 from collections import deque
@@ -12,11 +11,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.store import Store
-from sglang_mooncake.faces.in_use import MemoryInUse
 
 __all__ = ["Arena", "Gaps", "NoRoom"]
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 64
 
@@ -65,8 +61,6 @@ class Arena:
         #: Who waits for room: first come, first served, or many small ones would keep a large one
         #: waiting for ever.
         self._waiting: deque[object] = deque()
-        #: Kept out of use: bytes may still land there.
-        self.lost_nbytes = 0
         if self._nbytes:
             made = mmap.mmap(-1, self._nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._address = store.register(made).address
@@ -74,36 +68,18 @@ class Arena:
 
     @contextmanager
     def room(self, nbytes: int, timeout_s: float) -> Iterator[tuple[int, memoryview]]:
-        """The address of ``nbytes`` that nobody else has meanwhile, and these. Nobody gets them
-        again whose use ends with `MemoryInUse`. `NoRoom` if there are too few, or others have
-        them for so long."""
+        """The address of ``nbytes`` that nobody else has meanwhile, and these. `NoRoom` if there
+        are too few, or others have them for so long."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if not nbytes or wanted > self._nbytes - self.lost_nbytes:
+        if not nbytes or wanted > self._nbytes:
             raise NoRoom(f"{nbytes} bytes do not fit into the {self._size}")
         first = self._taken(wanted, timeout_s)
-        is_mine = True
         try:
             yield self._address + first, self._view[first : first + nbytes]
-        except MemoryInUse:
-            is_mine = False
-            raise
         finally:
-            self._give_back(first, wanted, is_mine)
-
-    def _give_back(self, first: int, nbytes: int, is_mine: bool) -> None:
-        """is_mine: nobody else writes there."""
-        with self._freed:
-            if is_mine:
-                self._gaps.give_back(first, nbytes)
+            with self._freed:
+                self._gaps.give_back(first, wanted)
                 self._freed.notify_all()
-                return
-            self.lost_nbytes += nbytes
-            logger.error(
-                "mooncake.store over kvstore: %d of the %d bytes of setup's local_buffer_size are"
-                " used no more until close, since bytes may still land there",
-                self.lost_nbytes,
-                self._nbytes,
-            )
 
     def _taken(self, nbytes: int, timeout_s: float) -> int:
         turn, found = object(), list[int]()
@@ -126,5 +102,4 @@ class Arena:
 
     @property
     def _size(self) -> str:
-        lost = f" ({self.lost_nbytes} are lost until close)" if self.lost_nbytes else ""
-        return f"{self._nbytes} of setup's local_buffer_size{lost}"
+        return f"{self._nbytes} of setup's local_buffer_size"

@@ -9,7 +9,7 @@ from typing import ClassVar, Final, TypeVar
 
 import te
 from sglang_mooncake.faces.mooncake_store.arena import NoRoom
-from sglang_mooncake.faces.mooncake_store.codes import INVALID
+from sglang_mooncake.faces.mooncake_store.codes import INVALID, TRANSFER_FAILED
 from sglang_mooncake.faces.mooncake_store.objects import Memory
 from sglang_mooncake.faces.mooncake_store.opened import Opened
 from sglang_mooncake.faces.mooncake_store.options import Options
@@ -39,13 +39,13 @@ class Base:
 
 def outcome(what: str, work: Callable[[], Result], failed: Callable[[int], Result]) -> Result:
     """What ``work`` returns. ``failed`` makes the result of a call that has none of Mooncake's
-    number. Raises `MemoryInUse` as ``work`` does: no number says that bytes may still land."""
+    number: -800 if bytes did not stop in time, else -600."""
     try:
         return work()
     except _REFUSED as exc:
         # As text: a log that keeps exceptions would keep the store.
         logger.error("mooncake.store over kvstore: %s failed: %s", what, str(exc))
-        return failed(INVALID)
+        return failed(TRANSFER_FAILED if isinstance(exc, te.FenceTimeout) else INVALID)
 
 
 def memories(

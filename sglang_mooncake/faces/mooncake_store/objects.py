@@ -14,13 +14,11 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import te
 from kvstore.large import PART_BYTES, LargeObjects
 from kvstore.objects.changes import Keys, keys_of_digests
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.store import Store
-from sglang_mooncake.faces.in_use import MemoryInUse
+from kvstore.store import StillLanding, Store
 from sglang_mooncake.faces.mooncake_store.codes import (
     INVALID,
     MISSING,
@@ -132,8 +130,8 @@ class Objects:
 
     def get(self, keys: Keys, rooms: Sequence[Memory]) -> list[int]:
         """The size of each object, or Mooncake's number for why it did not come. Memory that is
-        larger than its object is filled from its beginning. `MemoryInUse` if bytes may still land
-        there."""
+        larger than its object is filled from its beginning. Nothing lands there any more after
+        this, also if it raises ``StillLanding``."""
         outcomes = self._get_exactly(keys, range(len(keys)), rooms)
         numbers = [
             room.total if one is Got.RIGHT else OF_GET[one]
@@ -157,7 +155,7 @@ class Objects:
 
     def get_ranges(self, keys: Keys, ranges: Sequence[Range]) -> list[int]:
         """Of objects whose size is known: as many bytes as each has, or Mooncake's number. ``row``:
-        which of the keys. `MemoryInUse` as for `get`."""
+        which of the keys. Nothing lands any more, as for `get`."""
         numbers = [MISSING] * len(ranges)
         by_place: dict[tuple[int, int], list[int]] = {}
         for at, one in enumerate(ranges):
@@ -168,7 +166,7 @@ class Objects:
             for rows, pieces in _groups([ranges[at].memory for at in some]):
                 these = [ranges[some[row]] for row in rows]
                 wanted = keys[[one.row for one in these]]
-                with _told_apart():
+                with _stopped():
                     got = get(wanted, signature, nbytes, offset, pieces, self._timeout_s)
                 for row, came in zip(rows, got, strict=True):
                     is_right = came is Got.RIGHT
@@ -215,7 +213,7 @@ class Objects:
         outcomes = [Got.MISSING] * len(rooms)
         for rows, pieces in _groups(rooms):
             wanted = keys[[of[row] for row in rows]]
-            with _told_apart():
+            with _stopped():
                 if pieces.object_bytes <= PART_BYTES:
                     some = self._store.get(wanted, self._small, pieces, self._timeout_s)
                 else:
@@ -238,12 +236,14 @@ class Objects:
 
 
 @contextlib.contextmanager
-def _told_apart() -> Iterator[None]:
-    """A read that does not stop is no ordinary failure."""
+def _stopped() -> Iterator[None]:
+    """Returns only once nothing lands any more: whatever is returned or raised, the caller uses the
+    memory again. SGLang calls this in threads of its I/O."""
     try:
         yield
-    except te.FenceTimeout as exc:
-        raise MemoryInUse(f"bytes may still land in memory for objects: {exc}") from exc
+    except StillLanding as exc:
+        exc.wait()
+        raise
 
 
 def _digest(*parts: bytes) -> bytes:

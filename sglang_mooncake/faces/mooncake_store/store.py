@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from sglang_mooncake.faces.in_use import MemoryInUse
 from sglang_mooncake.faces.mooncake_store.base import outcome
 from sglang_mooncake.faces.mooncake_store.buffers import BufferHandle
 from sglang_mooncake.faces.mooncake_store.codes import INVALID, MISSING, OK
@@ -255,13 +254,8 @@ class MooncakeDistributedStore(Moving):
                 nbytes = int(opened.objects.sizes(keys)[0]) if opened.objects.exist(keys)[0] else 0
                 if not nbytes:
                     return memoryview(b"")
-                try:
-                    with contextlib.ExitStack() as undo:  # The room is told of a read that goes on.
-                        address, room = undo.enter_context(opened.arena.room(nbytes, TIMEOUT_S))
-                        came = opened.objects.get(keys, [Memory((address,), (nbytes,))])[0]
-                        held.push(undo.pop_all())
-                except MemoryInUse as exc:  # It is the arena's, which keeps it out of use.
-                    raise RuntimeError(str(exc)) from exc
+                address, room = held.enter_context(opened.arena.room(nbytes, TIMEOUT_S))
+                came = opened.objects.get(keys, [Memory((address,), (nbytes,))])[0]
                 return room if came == nbytes else memoryview(b"")
 
             yield outcome(f"a get of {key!r}", work, lambda _: memoryview(b""))

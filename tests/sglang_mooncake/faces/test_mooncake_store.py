@@ -20,8 +20,7 @@ from store_host import store_directory
 
 import te
 from kvstore.config import Config
-from kvstore.store import Store
-from sglang_mooncake.faces.in_use import MemoryInUse
+from kvstore.store import StillLanding, Store
 from sglang_mooncake.faces.mooncake_store import Options, install
 from sglang_mooncake.faces.mooncake_store import objects as objects_module
 from sglang_mooncake.faces.mooncake_store import opened as opened_module
@@ -449,34 +448,54 @@ def test_a_forked_child_that_ends_leaves_its_parents_store_alone() -> None:
         ended(ENDS_WITH_A_CHILD, path)
 
 
-def test_a_read_that_does_not_stop_is_no_ordinary_failure(store, directory, monkeypatch) -> None:
-    """Into memory of the caller's; the arena's is kept out of use."""
+def test_a_get_fails_only_once_nothing_lands_any_more(store, directory, monkeypatch) -> None:
+    """Whoever is told of its failure uses the memory again: the caller, or the next get of bytes,
+    which waits for its room."""
+    waits, has_stopped = threading.Semaphore(0), threading.Event()
+
+    class Stuck(StillLanding):
+        def wait(self, clock: object = None) -> None:
+            waits.release()
+            assert has_stopped.wait(60.0)
 
     def stuck(*_: object, **__: object) -> object:
-        raise te.FenceTimeout("a landing did not end")
+        raise Stuck([])
 
     other = store_of(directory)
     assert other.setup("h", "s", 0, BUFFER, "tcp", "", "m:1") == 0
     try:
         assert other.put("k", b"value") == 0
-        with Room(other) as room:
+        with Room(other) as room, ThreadPoolExecutor(5) as threads:
             assert other.batch_get_session_start(["k"]) == [0]
-            gets = [
-                lambda: other.get_into("k", room.at, 5),
-                lambda: other.get_into_ranges([room.at], [["k"]], [[[0]]], [[[1]]], [[[2]]]),
-                lambda: other.batch_get_into_multi_buffer_ranges(["k"], [[room.at]], [[2]], [[1]]),
-            ]
             monkeypatch.setattr(Store, "get", stuck)
             monkeypatch.setattr(Store, "get_range", stuck)
-            for get in gets:
-                with pytest.raises(MemoryInUse, match="bytes may still land in memory for"):
-                    get()
-            assert other.get("k") == b""
-            assert other.get_buffer("k") is None
+            gets = [
+                (other.get_into, ("k", room.at, 5), -800),
+                (
+                    other.get_into_ranges,
+                    ([room.at], [["k"]], [[[0]]], [[[1]]], [[[2]]]),
+                    [[[-800]]],
+                ),
+                (
+                    other.batch_get_into_multi_buffer_ranges,
+                    (["k"], [[room.at]], [[2]], [[1]]),
+                    [-800],
+                ),
+                (other.get, ("k",), b""),
+                (other.get_buffer, ("k",), None),
+            ]
+            under_way = [threads.submit(get, *of) for get, of, _ in gets]
+            for _ in gets:
+                assert waits.acquire(timeout=60.0)
+            assert not any(one.done() for one in under_way)
+            assert other._opened.arena._gaps.gaps == [(2 * 64, BUFFER)], "two have room there"
+            has_stopped.set()
+            assert [one.result(60.0) for one in under_way] == [failed for *_, failed in gets]
             monkeypatch.undo()
+            assert other._opened.arena._gaps.gaps == [(0, BUFFER)]
             assert other.get("k") == b"value"
-            assert other._opened.arena.lost_nbytes == 2 * 64
     finally:
+        has_stopped.set()
         other.close()
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from te_far import wait_until
 
 from kvstore.objects.outcomes import Got, Put, Removed
-from sglang_mooncake.faces.in_use import MemoryInUse
 from sglang_mooncake.faces.mooncake_store.arena import Arena, Gaps, NoRoom
 from sglang_mooncake.faces.mooncake_store.codes import OF_GET, OF_PUT, OF_REMOVE
 from sglang_mooncake.faces.mooncake_store.objects import Memory
@@ -44,18 +43,6 @@ def test_what_is_taken_is_nobody_elses_and_comes_back(nbytes, wanted, data) -> N
 def arena_of(nbytes: int) -> Arena:
     store: Any = SimpleNamespace(register=lambda _: SimpleNamespace(address=0))
     return Arena(store, nbytes)
-
-
-def test_room_in_which_bytes_may_still_land_is_given_to_nobody(caplog) -> None:
-    arena = arena_of(192)
-    with pytest.raises(MemoryInUse), arena.room(100, 0.0) as (lost, _):
-        raise MemoryInUse("a landing did not end")
-    assert arena.lost_nbytes == 128
-    assert "128 of the 192 bytes of setup's local_buffer_size are used no more" in caplog.text
-    with arena.room(64, 0.0) as (address, _):
-        assert not lost <= address < lost + 128
-    with pytest.raises(NoRoom, match="128 are lost until close"), arena.room(128, 0.0):
-        pass
 
 
 def test_who_came_first_has_room_first() -> None:
