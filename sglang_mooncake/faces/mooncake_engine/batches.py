@@ -6,12 +6,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import te
-from sglang_mooncake.faces.in_use import MemoryInUse
 
 __all__ = ["BATCHES_MAX", "Batch", "Batches", "settle"]
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 BATCHES_MAX: Final = 4096
 """Submitted and not yet told of. Callers that ask after none of theirs get no more of them."""
 CANCEL_TIMEOUT_S: Final = 5.0
+WARN_EVERY_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,34 +91,17 @@ class Batches:
         return status
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Returns when all have ended well. te has done with the memory of each, and they are
-        forgotten, unless it raises `MemoryInUse`.
+        """Returns when all have ended well, and forgets them all in any case; see `settle`.
 
         Raises:
-            MemoryInUse: of some te has not; these can be asked after again.
             ValueError: one of them is not known, or was told to have ended before.
             te.TransferFailed, te.WaitTimeout: of the first that failed or took too long.
         """
-        problem: Exception | None = None
-        in_use: MemoryInUse | None = None
-        for number in dict.fromkeys(numbers):
-            with self._lock:
-                batch = self._known.get(number)
-            try:
-                if batch is None:
-                    raise _unknown(number)
-                settle(batch)
-            except MemoryInUse as exc:
-                in_use = in_use or exc
-                continue
-            except (te.Error, ValueError) as exc:
-                problem = problem or exc
-            if batch is not None:
-                self._take(number)
-        if in_use is not None:
-            raise in_use
-        if problem is not None:
-            raise problem
+        known = {number: self._take(number) for number in dict.fromkeys(numbers)}
+        settle([one for one in known.values() if one is not None])
+        for number, one in known.items():
+            if one is None:
+                raise _unknown(number)
 
     def _take(self, number: int) -> Batch | None:
         with self._lock:
@@ -144,46 +128,84 @@ def _stand(transfer: te.Transfer, batch: Batch) -> tuple[te.Status, str | None]:
     return status, reason
 
 
-def settle(batch: Batch) -> None:
-    """Returns when the bytes are there.
+def settle(batches: Sequence[Batch], clock: Callable[[], float] = time.monotonic) -> None:
+    """Returns when the bytes of all are there. It returns or raises once te has done with the
+    caller's memory of each, however long that takes: who is told of a failure uses it again.
 
     Raises:
-        te.TransferFailed, te.WaitTimeout: it failed or took too long, and te has done with the
-            caller's memory.
-        MemoryInUse: te has not, though the connection to the peer was closed.
+        te.TransferFailed, te.WaitTimeout: of the first that failed or took too long.
     """
+    failed = [one for batch in batches if (one := _failure(batch)) is not None]
+    _let_go(failed, clock)
+    for one in failed:
+        if one.transfer.poll() is not te.Status.DONE:
+            raise one.problem
+
+
+@dataclass(frozen=True)
+class _Failure:
+    batch: Batch
+    transfer: te.Transfer
+    problem: te.Error
+
+
+def _failure(batch: Batch) -> _Failure | None:
+    """Waits for its end."""
     transfer = batch.transfer
     if transfer is None:
-        return
-    problem: te.Error
+        return None
     try:
         transfer.wait(max(batch.limit_s - transfer.duration_s, 0.0))
-        return
-    except te.WaitTimeout as exc:
-        problem = exc
-    except te.TransferFailed as exc:
-        if not batch.is_read:
-            raise
-        problem = exc  # Pieces may still be landing.
-    if not _is_let_go(transfer):
-        batch.peer.close()  # Which ends whatever goes on there; the next call connects anew.
-        if not _is_let_go(transfer):
-            what = "write into" if batch.is_read else "read"
-            raise MemoryInUse(
-                f"te may still {what} memory of {transfer.nbytes} bytes, which must not be used"
-                f" again: {problem}"
-            ) from problem
-    if transfer.wait(0.0) is not te.Status.DONE:
-        raise problem
+    except (te.TransferFailed, te.WaitTimeout) as exc:
+        return _Failure(batch, transfer, exc)
+    return None
 
 
-def _is_let_go(transfer: te.Transfer) -> bool:
-    """Cancels it; whether te has done with the caller's memory in time."""
+def _let_go(failed: list[_Failure], clock: Callable[[], float]) -> None:
+    """Returns once te has done with the caller's memory of each. Closes the connections of those
+    that it has not done with in time, which ends what goes on there; the next call connects
+    anew."""
+    next_s = clock()
+    while failed := _in_use(failed, clock):
+        for one in failed:
+            one.batch.peer.close()
+        if clock() < next_s:
+            continue
+        next_s = clock() + WARN_EVERY_S
+        logger.warning(
+            "mooncake.engine over te: waiting until te has done with %d bytes of memory of %d"
+            " transfers that were cancelled; of the first: %s",
+            sum(one.transfer.nbytes for one in failed),
+            len(failed),
+            str(failed[0].problem),  # A log that keeps exceptions would keep the engine.
+        )
+
+
+def _in_use(failed: Sequence[_Failure], clock: Callable[[], float]) -> list[_Failure]:
+    """Cancels all of them, then waits; those whose memory te may still use."""
+    cancelled = [(one, _cancels(one.transfer)) for one in failed]
+    until_s = clock() + CANCEL_TIMEOUT_S
+    return [
+        one
+        for one, has_stopped in cancelled
+        if not has_stopped or not (one.batch.is_read or _ends(one.transfer, until_s - clock()))
+    ]
+
+
+def _cancels(transfer: te.Transfer) -> bool:
+    """Whether nothing of it lands any more, if it is a read."""
     try:
         transfer.cancel()
-        transfer.wait(CANCEL_TIMEOUT_S)
-    except (te.FenceTimeout, te.WaitTimeout) as exc:
-        logger.warning("mooncake.engine over te: %s", exc)
+    except te.FenceTimeout:
+        return False
+    return True
+
+
+def _ends(transfer: te.Transfer, timeout_s: float) -> bool:
+    """Whether it has an outcome in time."""
+    try:
+        transfer.wait(max(timeout_s, 0.0))
+    except te.WaitTimeout:
         return False
     except te.TransferFailed:
         return True

@@ -28,8 +28,7 @@ _NUMBERS: Final = {te.Status.PENDING: 0, te.Status.DONE: 1, te.Status.CANCELLED:
 
 class Transferring:
     """Those whose names have ``async`` or ``submit`` in them return while it goes on. Those that
-    wait raise `MemoryInUse` if te may still use the caller's memory: numbers say that it does not.
-    """
+    wait return once te has done with the caller's memory, however long that takes."""
 
     options: ClassVar[Options]
 
@@ -144,7 +143,7 @@ class Transferring:
         def work() -> None:
             message = None if notify is None else packed(notify)
             batch = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
-            settle(batch)
+            settle([batch])
             if message is not None:
                 _notify(batch.peer, message)
 

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,6 @@ from hypothesis import strategies as st
 from te_far import pattern, wait_until
 
 import te
-from sglang_mooncake.faces.in_use import MemoryInUse
 from sglang_mooncake.faces.mooncake_engine import batches as batches_module
 from sglang_mooncake.faces.mooncake_engine import transferring
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, Batches, settle
@@ -307,6 +310,7 @@ def test_each_is_waited_for_as_long_as_is_left_to_it() -> None:
     batches = Batches()
     transfers = [Told(te.Status.FAILED, 1.0), Told(te.Status.DONE, 29.0), Told(duration_s=99.0)]
     transfers[0].reason = "no"
+    transfers[0].cancelling = [te.Status.FAILED]
     transfers[2].cancelling = [te.Status.CANCELLED]
     numbers = [submitted(batches, one) for one in transfers]
     with pytest.raises(te.TransferFailed, match="no"):
@@ -320,55 +324,73 @@ def test_a_write_that_is_not_confirmed_to_be_cancelled_ends_with_its_connection(
     transfer = Told()
     peer: Any = Closing(transfer, te.Status.FAILED)
     transfer.cancelling = [te.Status.PENDING, te.Status.FAILED]
-    with pytest.raises(te.TransferFailed, match="the link was closed"):
-        settle(Batch(transfer, False, 30.0, peer))
+    with pytest.raises(te.WaitTimeout, match="slow"):
+        settle([Batch(transfer, False, 30.0, peer)], clock=lambda: 0.0)
     assert peer.closed == 1
-    assert transfer.waited_s == [30.0, *[batches_module.CANCEL_TIMEOUT_S] * 2, 0.0]
+    assert transfer.waited_s == [30.0, *[batches_module.CANCEL_TIMEOUT_S] * 2]
 
 
-@pytest.mark.parametrize("status", [te.Status.PENDING, te.Status.FAILED])
-def test_a_read_is_cancelled_again_until_nothing_lands(status) -> None:
+@pytest.mark.parametrize(
+    ("status", "then", "raises"),
+    [
+        (te.Status.PENDING, te.Status.CANCELLED, pytest.raises(te.WaitTimeout, match="slow")),
+        (te.Status.PENDING, te.Status.DONE, nullcontext()),
+        (te.Status.FAILED, te.Status.FAILED, pytest.raises(te.TransferFailed, match="is gone")),
+    ],
+)
+def test_a_call_goes_on_while_something_of_a_read_may_land(status, then, raises, caplog) -> None:
+    """It says every ten seconds what it waits for; each cancellation takes one."""
     transfer = Told(status)
     transfer.reason = "the peer is gone"
+    transfer.cancelling = [te.FenceTimeout("a landing did not end")] * 50 + [then]
     peer: Any = Closing()
-    transfer.cancelling = [te.FenceTimeout("a landing did not end"), te.Status.CANCELLED]
-    with pytest.raises((te.WaitTimeout, te.TransferFailed), match=r"slow|the peer is gone"):
-        settle(Batch(transfer, True, 30.0, peer))
+    with raises:
+        settle([Batch(transfer, True, 30.0, peer)], lambda: 51.0 - len(transfer.cancelling))
     assert not transfer.cancelling
-    assert peer.closed == 1
+    assert peer.closed == 50
+    assert caplog.text.count("waiting until te has done with 64 bytes of memory of 1 transf") == 5
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-def test_memory_that_te_may_still_use_is_no_ordinary_failure(is_read) -> None:
-    """Whoever waited can ask again, and is told once te has done with it."""
-    batches, transfer = Batches(), Told()
-    other = submitted(batches, Told(te.Status.FAILED))
-    number = submitted(batches, transfer, is_read)
-    stuck = te.FenceTimeout("a landing did not end") if is_read else te.Status.PENDING
-    transfer.cancelling = [stuck] * 2
-    what = "write into" if is_read else "read"
-    with pytest.raises(MemoryInUse, match=f"te may still {what} memory of 64 bytes, which must"):
-        batches.wait([other, number])
-    assert len(batches) == 1, "the other one has ended"
-    assert batches.check(number) is te.Status.PENDING
-    transfer.cancelling = [te.Status.CANCELLED]
+def test_all_are_cancelled_though_the_first_does_not_stop() -> None:
+    """Others would go on, and time-outs would add up."""
+    batches, left = Batches(), list[list[int]]()
+    transfers = [Told(), Told(), Told()]
+    for one in transfers:
+        one.cancelling = [te.Status.CANCELLED]
+    transfers[0].cancelling.insert(0, te.FenceTimeout("a landing did not end"))
+    peer: Any = SimpleNamespace(close=lambda: left.append([len(it.cancelling) for it in transfers]))
+    numbers = [submitted(batches, one, one is not transfers[2], peer) for one in transfers]
     with pytest.raises(te.WaitTimeout):
-        batches.wait([number])
+        batches.wait(numbers)
+    assert left == [[1, 0, 0]]
+    assert [one.status for one in transfers] == [te.Status.CANCELLED] * 3
     assert len(batches) == 0
 
 
-def test_a_call_that_cannot_promise_that_te_has_done_raises(pair, monkeypatch) -> None:
-    def stuck(transfer: te.Transfer, timeout_s: float = 0.0) -> te.Status:
-        raise te.WaitTimeout("slow")
+def test_a_call_returns_only_once_te_has_done_with_the_memory(pair, monkeypatch) -> None:
+    wait, may_end, tried = te.Transfer.wait, threading.Event(), threading.Semaphore(0)
+
+    def late(transfer: te.Transfer, timeout_s: float) -> te.Status:
+        tried.release()
+        if not may_end.is_set():
+            raise te.WaitTimeout("slow")
+        return wait(transfer, timeout_s)
 
     session, here, there, lengths = pair.some(10)
     peer = pair.source._opened.sessions.peer(pair.session)
-    with monkeypatch.context() as patch:
-        patch.setattr(te.Transfer, "wait", stuck)
-        with pytest.raises(MemoryInUse, match="te may still read memory of 10 bytes"):
-            pair.source.transfer_sync_write(session, here[0], there[0], lengths[0])
+    write = pair.source.transfer_sync_write
+    with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patch:
+        patch.setattr(te.Transfer, "wait", late)
+        under_way = threads.submit(write, session, here[0], there[0], lengths[0])
+        try:
+            for _ in range(3):
+                assert tried.acquire(timeout=60.0)
+            assert not under_way.done()
+        finally:
+            may_end.set()
+        assert under_way.result(60.0) in (0, -1), "it may have been done before it was cancelled"
     assert not peer.alive
-    assert pair.source.transfer_sync_write(session, here[0], there[0], lengths[0]) == 0
+    assert write(session, here[0], there[0], lengths[0]) == 0
 
 
 def test_who_never_asks_gets_no_more_at_some_time() -> None:
