@@ -256,7 +256,7 @@ def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
 
         def late(*of: Any) -> Any:
             asked.set()
-            go_on.wait()
+            assert go_on.wait(60)
             return read(*of)
 
         def note(made: Any) -> None:
@@ -287,7 +287,7 @@ def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:
 
     def late(*args: Any) -> Any:
         asked.set()
-        go_on.wait()
+        assert go_on.wait(60)
         return make(*args)
 
     monkeypatch.setattr(sent_digests, "make_digests", late)
@@ -310,7 +310,7 @@ def test_pages_are_kept_until_their_digests_are_made(monkeypatch):
         source, target = begin(pair)
         (expected,) = target.view.expected
         until(lambda: pair.decode.engine.arrived(expected.tag) == 1, "all bytes have landed")
-        assert asked.wait()
+        assert asked.wait(60)
         assert not pair.decode.side.has_arrived(target)
         assert source.view.state is RoomState.ALL_SENT
         go_on.set()
@@ -322,7 +322,7 @@ def test_a_room_whose_digests_never_come_ends(monkeypatch, caplog):
     go_on, asked = late_digests(monkeypatch)
     with pair_of() as pair:
         source, target = begin(pair)
-        assert asked.wait()
+        assert asked.wait(60)
         until(lambda: source.view.state is RoomState.ALL_SENT, "all is sent")
         rooms = pair.prefill.side._rooms
         rooms._deadlines = replace(rooms._deadlines, chunk_s=0.0)
@@ -532,7 +532,7 @@ def test_an_abort_while_digests_are_made_ends_both_sides(side, monkeypatch):
     go_on, asked = late_digests(monkeypatch)
     with pair_of() as pair:
         source, target = begin(pair)
-        assert asked.wait()
+        assert asked.wait(60)
         if side == "prefill":
             pair.prefill.side.abort(source, "the client has left")
         else:
@@ -554,7 +554,7 @@ def test_pages_that_are_used_again_while_they_are_read_are_no_difference(monkeyp
         def late(addresses: Any, *more: Any) -> Any:
             if int(addresses[0]) == pair.target.aux[3].ctypes.data:  # what is read last
                 asked.set()
-                go_on.wait()
+                assert go_on.wait(60)
                 pair.target.aux[3] += 1
             return read(addresses, *more)
 
@@ -563,7 +563,7 @@ def test_pages_that_are_used_again_while_they_are_read_are_no_difference(monkeyp
         pair.name_pages(target, TARGETS, aux=3)
         until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         pair.prefill.send(source, SOURCES, 0, aux_slot=9)
-        assert asked.wait()
+        assert asked.wait(60)
         pair.decode.side.abort(target, "the client has left")
         until(lambda: target.view.over, "the pages are free")
         go_on.set()
