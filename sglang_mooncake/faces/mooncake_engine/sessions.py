@@ -30,7 +30,8 @@ ASK_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 60.0
 """For somebody else's attempt to connect, which has time-outs of its own that are shorter."""
 SESSIONS_MAX: Final = 1024
-"""Connected engines. For one more, the connection is closed that was not used for longest."""
+"""Engines, beside those that are being connected. For one more, the connection is closed that was
+not used for longest."""
 
 
 def host_and_port(session: str) -> tuple[str, int]:
@@ -111,44 +112,55 @@ class Sessions:
             ValueError: the session is not a host and a port.
         """
         host_and_port(session)
-        found, is_mine = self._join(session)
-        if not isinstance(found, _Attempt):
-            return found
-        if is_mine:
-            return self._connect(session, found)
+        mine = _Attempt()
+        try:
+            found = self._join(session, mine)
+            if not isinstance(found, _Attempt):
+                return found
+            if found is mine:
+                mine.peer = self._engine.connect(self.ask(session).card)
+                return mine.peer
+        except BaseException as exc:
+            mine.problem = str(exc) or repr(exc)
+            raise
+        finally:
+            self._end(session, mine)
         if not found.ended.wait(CONNECT_TIMEOUT_S):
             raise NoCard(f"session {session}: not connected within {CONNECT_TIMEOUT_S} s")
         if found.peer is None:
             raise NoCard(f"another call has just tried: {found.problem}")
         return found.peer
 
-    def _connect(self, session: str, attempt: _Attempt) -> te.Peer:
-        try:
-            attempt.peer = self._engine.connect(self.ask(session).card)
-            return attempt.peer
-        except BaseException as exc:
-            attempt.problem = str(exc) or repr(exc)
-            raise
-        finally:
-            with self._lock:
-                one = self._known.get(session)
-                if one is not None and one.attempt is attempt:
-                    one.peer, one.attempt = attempt.peer, None
-            attempt.ended.set()
-
-    def _join(self, session: str) -> tuple[te.Peer | _Attempt, bool]:
-        """The engine if it is connected, else an attempt to connect, and whether the caller is to
-        make it."""
+    def _join(self, session: str, mine: _Attempt) -> te.Peer | _Attempt:
+        """The engine if it is connected, else the attempt to connect: the caller's own, if no other
+        one is under way."""
         with self._lock:
             one = self._known.setdefault(session, _Session())
             self._known.move_to_end(session)
-            is_full = len(self._known) > self._most
-            gone = self._known.popitem(last=False)[1].peer if is_full else None
-            is_connected = one.peer is not None and one.peer.alive
-            found, is_mine = one.peer if is_connected else one.attempt, False
-            if found is None:
-                found = one.attempt = _Attempt()
-                is_mine = True
-        if gone is not None:
-            gone.close()
-        return found, is_mine
+            if one.peer is not None and one.peer.alive:
+                found: te.Peer | _Attempt = one.peer
+            else:
+                found = one.attempt = one.attempt or mine
+            gone = self._pushed_out(session)
+        for peer in gone:
+            peer.close()
+        return found
+
+    def _pushed_out(self, by: str) -> list[te.Peer]:
+        """Of too many those not used for longest, but none that is being connected: nobody would
+        have its connection in the end."""
+        too_many = len(self._known) - self._most
+        if too_many <= 0:
+            return []
+        idle = [name for name, one in self._known.items() if one.attempt is None and name != by]
+        peers = [self._known.pop(name).peer for name in idle[:too_many]]
+        return [one for one in peers if one is not None]
+
+    def _end(self, session: str, mine: _Attempt) -> None:
+        """Of the caller's own attempt, if others may wait for it."""
+        with self._lock:
+            one = self._known.get(session)
+            if one is None or one.attempt is not mine:
+                return
+            one.peer, one.attempt = mine.peer, None
+        mine.ended.set()

@@ -398,15 +398,15 @@ def test_who_wants_an_engine_that_cannot_be_reached_waits_for_one_attempt(monkey
     sessions, count = Sessions(engine, ()), 10
     join, joined, asked = sessions._join, threading.Semaphore(0), list[str]()
 
-    def joins(session: str) -> Any:
-        found = join(session)
+    def joins(*of: Any) -> Any:
+        found = join(*of)
         joined.release()
         return found
 
     def fails(session: str) -> Any:
         asked.append(session)
         for _ in range(count):
-            joined.acquire()
+            assert joined.acquire(timeout=60.0)
         raise NoCard(f"session {session}: no route to host")
 
     def problem(_: int) -> str:
@@ -428,11 +428,52 @@ def test_who_wants_an_engine_that_cannot_be_reached_waits_for_one_attempt(monkey
     assert len(asked) == 2
 
 
+def test_one_that_is_being_connected_is_not_pushed_out(monkeypatch) -> None:
+    """Nobody would have its connection, to use it or to close it."""
+    closed = list[Any]()
+
+    def connected(card: Any) -> Any:
+        return SimpleNamespace(alive=True, close=lambda: closed.append(card))
+
+    engine: Any = SimpleNamespace(connect=connected)
+    sessions, names = Sessions(engine, (), most=2), [f"10.0.0.{n}:15000" for n in range(4)]
+
+    def asks(session: str) -> Any:
+        if session == names[0]:
+            for other in names[1:]:
+                sessions.peer(other)
+        return SimpleNamespace(card=session)
+
+    monkeypatch.setattr(sessions, "ask", asks)
+    peer = sessions.peer(names[0])
+    assert closed == names[1:3]
+    assert sessions.peer(names[0]) is peer
+    assert len(sessions) == 2
+
+
+def test_an_interrupt_leaves_no_attempt_that_others_wait_for(monkeypatch) -> None:
+    engine: Any = SimpleNamespace(connect=lambda card: SimpleNamespace(alive=True, card=card))
+    sessions, session = Sessions(engine, ()), "10.0.0.9:15000"
+    join = sessions._join
+    monkeypatch.setattr(sessions, "ask", lambda session: SimpleNamespace(card=session))
+
+    def interrupted(*of: Any) -> Any:
+        join(*of)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "_join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sessions.peer(session)
+    assert sessions.peer(session).card == session
+
+
 def test_nobody_waits_for_ever_for_the_attempt_of_another_call(monkeypatch) -> None:
     nobody: Any = None
     sessions = Sessions(nobody, ())
     monkeypatch.setattr(sessions_module, "CONNECT_TIMEOUT_S", 0.0)
-    assert sessions._join("10.0.0.9:15000")[1], "it is this one's attempt"
+    another = sessions_module._Attempt()
+    assert sessions._join("10.0.0.9:15000", another) is another
     with pytest.raises(NoCard, match=r"10\.0\.0\.9:15000: not connected within 0\.0 s"):
         sessions.peer("10.0.0.9:15000")
 
