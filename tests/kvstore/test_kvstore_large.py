@@ -13,7 +13,7 @@ from store_objects import Room, filled
 from kvstore.large import LargeObjects
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.store import Store
+from kvstore.store import StillLanding, Store
 
 PART, NBYTES, N = 500_000, 1_200_001, 2
 KEYS = keys(N)
@@ -122,3 +122,25 @@ def test_none_of_them_is_none(owner: Store) -> None:
     assert large.put(KEYS[:0], SIG, nothing) == []
     assert large.get(KEYS[:0], SIG, nothing) == []
     assert len(large.sizes(KEYS[:0], SIG)) == 0
+
+
+def test_memory_for_sizes_is_given_up_once_nothing_lands_there(
+    owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[bool] = []
+
+    class Stuck(StillLanding):
+        def wait(self, clock: object = None) -> None:
+            waited.append(True)
+
+    def stuck(*_: object) -> None:
+        raise Stuck([])
+
+    def deregister(region: object) -> None:
+        assert waited
+
+    monkeypatch.setattr(owner, "get", stuck)
+    monkeypatch.setattr(owner, "deregister", deregister)
+    with pytest.raises(StillLanding):
+        LargeObjects(owner, PART).sizes(KEYS, SIG)
+    assert waited
