@@ -232,6 +232,29 @@ def test_what_a_full_store_does_not_take_is_told(
     assert "2 pages of the pool kv were not stored: Counter({'unreachable': 2})" in caplog.text
 
 
+def test_pages_whose_read_does_not_stop_did_not_come_once_nothing_lands(
+    open_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_hosting import host_pool
+    from store_linking import hashes, slots
+
+    from kvstore.store import StillLanding
+
+    waited = []
+
+    class Stuck(StillLanding):
+        def wait(self, clock: object = None) -> None:
+            waited.append(True)
+
+    def stuck(*_: object) -> None:
+        raise Stuck([])
+
+    store = open_store(host_pool("mha", "page_first", monkeypatch))
+    monkeypatch.setattr(store._store, "get", stuck)
+    assert store.batch_get_v1(hashes(2), slots(0, 1)) == [False, False]
+    assert waited == [True]
+
+
 def test_pools_of_one_model_are_kept_apart(
     open_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.objects.outcomes import Got
+from kvstore.store import StillLanding
 from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad, ranges
 
 PIECES = 2
@@ -109,3 +111,44 @@ def test_the_last_layer_waits_for_the_checksums_of_all_pools(
     assert f"of the pool p{pool} did not come" in why
     assert yielded == list(range(len(model) - 1))
     assert all(one.cancelled for one in reads)
+
+
+class Stuck(StillLanding):
+    """What goes on until it is waited for."""
+
+    waited = False
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def wait(self, clock: object = None) -> None:
+        self.waited = True
+
+
+class StuckReads(Reads):
+    """They do not stop, and nor does what `wait` reads anew."""
+
+    def __init__(self, at_wait: bool) -> None:
+        super().__init__()
+        self.at_wait, self.told = at_wait, [Stuck(), Stuck()]
+
+    def wait(self, part: int) -> bool:
+        if self.at_wait:
+            raise self.told[1]
+        return super().wait(part)
+
+    def cancel(self) -> None:
+        super().cancel()
+        raise self.told[0]
+
+
+@pytest.mark.parametrize("at_wait", [True, False])
+def test_nothing_lands_behind_it_though_reads_do_not_stop(at_wait: bool) -> None:
+    stuck, others = StuckReads(at_wait), Reads()
+    with (
+        pytest.raises(StillLanding),
+        LayerLoads(pools([0, 1], stuck, others), 2, 1) as loads,
+    ):
+        list(loads.layers())
+    assert others.cancelled, "though the first one does not stop"
+    assert [one.waited for one in stuck.told] == [True, at_wait]

@@ -36,7 +36,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from kvstore.objects.changes import keys_of_hex
 from kvstore.objects.outcomes import Got, Put
-from kvstore.store import Store
+from kvstore.store import StillLanding, Store
 from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.figures import open_exporter, store_label
 from sglang_mooncake.sglang.store.forwards import Forwards
@@ -259,7 +259,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         with contextlib.ExitStack() as stack:
             if self._admission is not None and name == PoolName.KV:
                 stack.enter_context(self._admission.loading(packed, digest, pool.host.page_bytes))
-            outcomes = self._store.get(packed, digest, pieces, timeout_s)
+            try:
+                outcomes = self._store.get(packed, digest, pieces, timeout_s)
+            except StillLanding as exc:
+                exc.wait()  # Whatever is returned or raised, SGLang uses the pages again.
+                outcomes = [Got.TIMED_OUT] * len(keys)
         _tell("read", name, [one.value for one in outcomes if one is not Got.RIGHT])
         return [one is Got.RIGHT for one in outcomes]
 

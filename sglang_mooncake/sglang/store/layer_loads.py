@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kvstore.objects.outcomes import Got
+from kvstore.store import StillLanding
 
 __all__ = ["LayerLoads", "PoolLoad", "ranges"]
 
@@ -84,7 +85,7 @@ class PoolLoad:
 
 class LayerLoads:
     """One batch; the pools' loads together have every layer once. A context manager: nothing lands
-    any more behind it."""
+    any more behind it, however long that takes. ``StillLanding`` if reads did not stop in time."""
 
     def __init__(self, loads: Sequence[PoolLoad], layers: int, step: int) -> None:
         """``layers``: of the model. ``step``: how many of them one read brings."""
@@ -101,8 +102,16 @@ class LayerLoads:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        going_on = [exc] if isinstance(exc, StillLanding) else []
         for one in self._loads:
-            one.cancel()
+            try:
+                one.cancel()
+            except StillLanding as stuck:
+                going_on.append(stuck)
+        for each in going_on:
+            each.wait()  # SGLang uses the pages of requests that it aborts again.
+        if going_on:
+            raise going_on[0]
 
     def layers(self) -> Iterator[int]:
         """Loads everything, and yields each layer when it may be used: the last one after all pages
