@@ -95,7 +95,6 @@ def lanes(options: Options) -> list[Lane]:
     """Everything, side by side."""
     servers = [
         _setup("serving"),
-        _pytest(options, "tests inside SGLang and LMCache", *REST, *INSIDE),
         _pytest(options, "real servers", "-m", "serving", "tests/serving"),
         _setup("vllm"),
         _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
@@ -119,6 +118,7 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 2, "rxe", "--unmarked-others", "tests/te", "tests/sglang_mooncake"),
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
+        _pytest(options, "tests inside SGLang and LMCache", *REST, *INSIDE),
     ]
     if options.pytest_args:
         here[1] = _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")
