@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvstore.client.deadline import Deadline
 from kvstore.config import Config
 from kvstore.host import agreement
-from kvstore.host.lifetime import GIVEN_WAY_S, PAUSE_S, Attempts
+from kvstore.host.lifetime import ENDED_S, GIVEN_WAY_S, PAUSE_S, Attempts
 from kvstore.host.messages import (
     BYTES_MAX,
     Farewell,
@@ -308,7 +308,8 @@ class Lease:
                 self._is_service = True
                 logger.info("the owner of this host's store was ended")
             if gives_way or self._is_service:
-                self._start_s = time.monotonic() + GIVEN_WAY_S
+                hold_off_s = GIVEN_WAY_S if gives_way else ENDED_S
+                self._start_s = time.monotonic() + hold_off_s
         line.close()
         self._line = None
         logger.warning(

@@ -9,6 +9,7 @@ from typing import Final
 
 __all__ = [
     "ADOPTION_S",
+    "ENDED_S",
     "FIRST_USE_S",
     "GIVEN_WAY_S",
     "PAUSE_S",
@@ -28,7 +29,9 @@ FIRST_USE_S: Final = 60.0
 GIVEN_WAY_S: Final = 60.0
 """So long an owner that gives way to another is waited for: it ends its lines, writes what lies in
 memory alone to a disk, and ends its engine, which may take 35 s. So long other processes start no
-owner behind one that has given way, or was an operator's."""
+owner behind one that has given way: the next one waits for the lock."""
+ENDED_S: Final = 10.0
+"""So long processes start no owner behind an operator's that has ended: most are started again."""
 
 RUSH_S: Final = 2.0
 """So long after an owner's end it is looked for all the time."""

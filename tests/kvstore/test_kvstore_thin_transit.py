@@ -237,7 +237,7 @@ def test_it_gives_way_to_an_operator_s_and_comes_back_behind_that(
     until(lambda: pid_of(host) == lender.pid, "it uses the operator's")
     assert not is_alive(first)
     until(lambda: len(known_to(host)) == 2, "that one knows the other host's")
-    monkeypatch.setattr("kvstore.host.lease.GIVEN_WAY_S", 0.5)
+    monkeypatch.setattr("kvstore.host.lease.ENDED_S", 0.5)
     lender.kill()
     lender.wait()
     until(lambda: pids(directory) and pid_of(host) in pids(directory), "there is one of its own")
