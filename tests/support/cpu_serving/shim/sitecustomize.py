@@ -298,7 +298,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.model_loader.remote_instance_weight_loader_utils": _offer_each_weight,
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
-    "vllm.distributed.device_communicators.shm_broadcast": _of_waits("wait_for_notices"),
+    "vllm.distributed.device_communicators.shm_broadcast": _of_waits("pause_between_looks"),
     f"{_VLLMS_CONNECTORS}.mooncake.mooncake_connector": _name_a_device,
     f"{_VLLMS_CONNECTORS}.mooncake.store.worker": _compute_at_once,
     f"{_VLLMS_CONNECTORS}.nixl.base_worker": _leave_cores_alone,
