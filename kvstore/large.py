@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.objects.changes import Keys, keys_of_digests
 from kvstore.objects.outcomes import Got, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.store import StillLanding, Store
+from kvstore.store import Store, stopped
 
 __all__ = ["LargeObjects"]
 
@@ -51,10 +51,8 @@ class LargeObjects:
             return sizes.astype(np.int64)
         region = self._store.register(sizes)
         try:
-            found = self._store.get(keys, _of_sizes(signature), _of(sizes), timeout_s)
-        except StillLanding as exc:
-            exc.wait()  # Callers do not know of this memory.
-            raise
+            with stopped():  # Callers do not know of this memory.
+                found = self._store.get(keys, _of_sizes(signature), _of(sizes), timeout_s)
         finally:
             self._store.deregister(region)
         sizes[[one is not Got.RIGHT for one in found]] = 0

@@ -31,7 +31,7 @@ from kvstore.client.memory import Memory
 from kvstore.client.owners import Membership, Owners
 from kvstore.client.pool import Pool, Version
 from kvstore.client.puts import Puts
-from kvstore.client.reading import HeaderRooms, StillLanding
+from kvstore.client.reading import HeaderRooms, StillLanding, stopped
 from kvstore.client.status import QUESTION, OwnerSeen, StoreStatus
 from kvstore.config import Config
 from kvstore.host.answers import PoolAnswers
@@ -57,7 +57,7 @@ from kvstore.owner.answering import Answerer
 from te.forking import Origin
 from te.status import StatusSocket, process_name
 
-__all__ = ["StillLanding", "Store"]
+__all__ = ["StillLanding", "Store", "stopped"]
 
 logger = logging.getLogger(__name__)
 

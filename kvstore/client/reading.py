@@ -8,10 +8,11 @@ bytes that have the checksum of the wanted object's header are that object's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ __all__ = [
     "Source",
     "StillLanding",
     "cancel",
+    "stopped",
 ]
 
 logger = logging.getLogger(__name__)
@@ -340,6 +342,17 @@ def cancel(groups: Sequence[Group]) -> None:
     left = [one for one in groups if not one.stop()]
     if left:
         raise StillLanding(left)
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """Around gets whose caller uses the memory again whatever they return or raise: where reads do
+    not stop in time, ``StillLanding`` is raised only once nothing lands any more."""
+    try:
+        yield
+    except StillLanding as exc:
+        exc.wait()
+        raise
 
 
 def _stops(read: te.Transfer) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import time
@@ -18,7 +17,7 @@ from kvstore.large import PART_BYTES, LargeObjects
 from kvstore.objects.changes import Keys, keys_of_digests
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.store import StillLanding, Store
+from kvstore.store import Store, stopped
 from sglang_mooncake.faces.mooncake_store.codes import (
     INVALID,
     MISSING,
@@ -166,7 +165,7 @@ class Objects:
             for rows, pieces in _groups([ranges[at].memory for at in some]):
                 these = [ranges[some[row]] for row in rows]
                 wanted = keys[[one.row for one in these]]
-                with _stopped():
+                with stopped():
                     got = get(wanted, signature, nbytes, offset, pieces, self._timeout_s)
                 for row, came in zip(rows, got, strict=True):
                     is_right = came is Got.RIGHT
@@ -213,7 +212,7 @@ class Objects:
         outcomes = [Got.MISSING] * len(rooms)
         for rows, pieces in _groups(rooms):
             wanted = keys[[of[row] for row in rows]]
-            with _stopped():
+            with stopped():
                 if pieces.object_bytes <= PART_BYTES:
                     some = self._store.get(wanted, self._small, pieces, self._timeout_s)
                 else:
@@ -233,17 +232,6 @@ class Objects:
                 logger.info("%d objects lack a part, and are removed", len(broken))
                 self._large.remove(keys[broken], self._parts, pieces.object_bytes)
         return outcomes
-
-
-@contextlib.contextmanager
-def _stopped() -> Iterator[None]:
-    """Returns only once nothing lands any more: whatever is returned or raised, the caller uses the
-    memory again. SGLang calls this in threads of its I/O."""
-    try:
-        yield
-    except StillLanding as exc:
-        exc.wait()
-        raise
 
 
 def _digest(*parts: bytes) -> bytes:
