@@ -26,7 +26,6 @@ __all__ = [
     "seed_of",
     "text_names",
     "token_digests",
-    "token_names",
 ]
 
 TEXT_PAGE_BYTES: Final = 256
@@ -68,14 +67,9 @@ def names_of(digests: Sequence[bytes]) -> list[int]:
     return [int.from_bytes(one[:NAME_BYTES], "big", signed=True) for one in digests]
 
 
-def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
-    """``names_of`` the ``token_digests``."""
-    return names_of(token_digests(tokens, page_size, seed))
-
-
 def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
-    """As ``token_names``, by which prompts are told apart within this process: a chain of Python's
-    hashes, of bytes (SipHash), whose key nobody outside knows, and of pairs."""
+    """Of the same pages as ``token_digests``; by these prompts are told apart within this process:
+    a chain of Python's hashes, of bytes (SipHash), whose key nobody outside knows, and of pairs."""
     raw, step, name = _bytes_of(tokens), 4 * page_size, hash(seed)
     names = []
     for at in range(0, named_pages(len(raw) // 4, page_size) * step, step):

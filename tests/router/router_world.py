@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from typing import Any, Self, TypeVar
@@ -19,6 +19,7 @@ from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.router.app import VIEWS, make_app, servers_of
 from sglang_mooncake.router.looking import Tokens
 from sglang_mooncake.router.options import Options
+from sglang_mooncake.router.pages import names_of, token_digests
 from sglang_mooncake.router.servers import Role, Server, Servers
 from sglang_mooncake.router.store_source import StoreSource
 
@@ -333,3 +334,8 @@ class World:
     async def get(self, path: str, method: str = "GET") -> tuple[int, str]:
         async with self.client.request(method, self.url + path) as response:
             return response.status, await response.text()
+
+
+def token_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[int]:
+    """The names of its pages, as KV events have them."""
+    return names_of(token_digests(tokens, page_size, seed))

@@ -13,10 +13,9 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from router_world import World, answers, run, until
+from router_world import World, answers, run, token_names, until
 from test_router_events import PAGE, Publisher, heard, stored
 
-from sglang_mooncake.router.pages import token_names
 from sglang_mooncake.router.sglang_http import ROOM_BITS, room_for
 
 BY_ROOM = {"load_balance_method": "follow_bootstrap_room"}

@@ -16,14 +16,14 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from router_world import World, answers, run, until
+from router_world import World, answers, run, token_names, until
 
 from sglang_mooncake.router import event_source, kv_events, pages, placement, querying
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.event_source import EventSource, StreamsMax, streams_max
 from sglang_mooncake.router.kv_events import NEVER, SILENCE_S, EventStream
 from sglang_mooncake.router.looking import Looker
-from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of, token_names
+from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of
 from sglang_mooncake.router.placement import Look, PrefillView
 from sglang_mooncake.router.querying import Asked, HashQuery, TokenQuery, matches
 from sglang_mooncake.router.registered import Registered, Registration

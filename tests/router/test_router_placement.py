@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_world import token_names
 
 from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.known import KnownPages
@@ -22,7 +23,6 @@ from sglang_mooncake.router.pages import (
     own_names,
     seed_of,
     text_names,
-    token_names,
 )
 from sglang_mooncake.router.placement import (
     Figures,
