@@ -39,6 +39,14 @@ class BuildOnAllCores(build_ext):
             self.extensions = [one for one in self.extensions if self.is_out_of_date(one)]
         super().build_extensions()
 
+    def copy_file(self, infile: str, outfile: str, **how: object) -> tuple[str, bool]:
+        """Whole or not at all: a copy that a kill cut short would look up to date."""
+        partial = Path(f"{outfile}.partial")
+        partial.unlink(missing_ok=True)
+        super().copy_file(infile, str(partial), **how)
+        partial.replace(outfile)
+        return outfile, True
+
     def is_out_of_date(self, one: Extension) -> bool:
         """Whether the module beside its sources is older than one of them, or is not there."""
         return newer_group([*one.sources, *one.depends], self.get_ext_filename(one.name))

@@ -109,6 +109,8 @@ cdef int describe(Shape *shape, View offsets, View sizes, u64 pieces) except -1:
     for i in range(pieces):
         if shape.sizes[i] == 0:
             raise ValueError("a piece of 0 bytes")
+        if shape.offsets[i] + shape.sizes[i] < shape.offsets[i]:
+            raise ValueError("a piece that ends beyond all addresses")
         shape.total += shape.sizes[i]
         shape.low = min(shape.low, shape.offsets[i])
         shape.high = max(shape.high, shape.offsets[i] + shape.sizes[i])

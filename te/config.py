@@ -68,6 +68,9 @@ class Config:
 
     #: Address to listen on. The card carries it to peers, so peers must be able to reach it.
     host: str = "127.0.0.1"
+    #: False: this engine has no card, and peers cannot connect to it. It listens nowhere, and has a
+    #: thread less unless it uses RDMA devices.
+    listens: bool = True
     #: TCP port to listen on; 0 lets the kernel choose a free one.
     port: int = 0
     #: Last port of a range that begins with ``port``: the engine listens on the first free port in

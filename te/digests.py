@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -74,9 +75,10 @@ class Digester:
 
         Args:
             addresses: of the units, shape (n,).
-            offsets, sizes: of the pieces of each unit, in bytes, shape (pieces,).
-            timeout_s: for a device's copies. After one that takes longer no digest is made, and the
-                memory cannot be deregistered, until it ends.
+            offsets: of the pieces of each unit, in bytes, shape (pieces,).
+            sizes: of these pieces, in bytes, shape (pieces,).
+            timeout_s: for all of a device's copies. Where it was too short no digest is made, and
+                the memory cannot be deregistered, until they have ended.
 
         Raises:
             te.DigestError: a unit does not lie in one region, or could not be copied.
@@ -104,6 +106,7 @@ class Digester:
         copied: npt.NDArray[np.uint8] | None = None,
     ) -> npt.NDArray[np.uint64]:
         """The digests, and the bytes into ``copied``."""
+        deadline_s = time.monotonic() + timeout_s
         found = np.empty(len(addresses), np.uint64)
         where = np.ascontiguousarray(addresses, np.uint64)
         shape = (np.ascontiguousarray(offsets, np.uint64), np.ascontiguousarray(sizes, np.uint64))
@@ -118,7 +121,7 @@ class Digester:
                     where[some],
                     *shape,
                     found[some],
-                    timeout_s,
+                    max(deadline_s - time.monotonic(), 0.0),
                     None if copied is None else copied[some],
                 )
                 if outside >= 0:
@@ -132,9 +135,15 @@ class Digester:
 
     def close(self) -> None:
         """Gives its memory back. Idempotent."""
+        self._end(CLOSE_TIMEOUT_S)
+
+    def __del__(self) -> None:
+        self._end(0.0)
+
+    def _end(self, timeout_s: float) -> None:
         with self._lock:
             self._closed = True
-            if not self._bounce.settle(CLOSE_TIMEOUT_S):
+            if not self._bounce.settle(timeout_s):
                 _stuck.append((self._bytes, self._bounce))
                 return
             while self._unpin:

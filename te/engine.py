@@ -23,7 +23,7 @@ from te.connect.pool import Pool
 from te.connect.transports import EngineTransports
 from te.core.engine import Engine as Plane
 from te.digests import Digester
-from te.errors import ClosedError, FenceTimeout, StatusSocketError
+from te.errors import ClosedError, FenceTimeout, ListenError, StatusSocketError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
 from te.forking import Origin
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
@@ -65,7 +65,7 @@ class Engine:
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        """Starts to listen and starts the engine's threads.
+        """Starts to listen, unless ``Config.listens`` is False, and starts the engine's threads.
 
         Raises:
             te.ListenError: the engine cannot listen on the configured address.
@@ -279,8 +279,11 @@ class Engine:
 
     def card(self) -> bytes:
         """The bytes that a peer needs to connect to this engine: its identity, address and
-        transports, and the regions that peers may access now."""
+        transports, and the regions that peers may access now. ``te.ListenError`` if it does not
+        listen (``Config.listens``)."""
         self._check_open()
+        if not self._config.listens:
+            raise ListenError("this engine does not listen (Config.listens), so it has no card")
         host, port = self._acceptor.address
         return encode(
             Card(
@@ -312,6 +315,7 @@ class Engine:
         self._check_open()
         decoded = decode_card(card)
         key = (decoded.id, decoded.epoch)
+        self._acceptor.look()
         peer = self._live_peer(key)
         if peer is not None:
             return peer

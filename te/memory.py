@@ -211,7 +211,7 @@ class RegionTable:
             ) from exc
 
     def _check_ranges(self, address: int, nbytes: int, new: Registration) -> None:
-        """A peer takes no more from anybody (``on_table`` in ``te/transports/rdma/remote.pyx``)."""
+        """A peer takes no more from anybody (``on_table`` in te/transports/rdma/outgoing.pyx)."""
         known = [one.registration for one in self.regions if one.registration is not None]
         count = sum(one.ranges for one in (*known, new))
         if count > RANGES_LIMIT:

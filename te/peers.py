@@ -139,6 +139,10 @@ class Peer:
         Transfers to one peer begin in the order of submission. They share its rails, so that a
         later transfer may end first.
 
+        Where nothing else is to be sent, up to 64 KiB are sent by this thread, with the interpreter
+        lock. So a page that the kernel has to fetch first, of swap space or of a mapped file, holds
+        up every thread of the interpreter for that long.
+
         Raises:
             te.BoundsError: a source range is not registered; no byte has moved.
             te.QueueFull: the peer has ``Config.max_queued_transfers`` unfinished transfers.

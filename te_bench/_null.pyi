@@ -18,12 +18,23 @@ class Wires:
     def hold(self, held: bool) -> None:
         """Keeps back every completion of a queue pair that is not broken, or gives them out."""
 
+    def keep(self, errnum: int) -> None:
+        """Has no queue pair be destroyed, but that fail with the errno; 0: no more."""
+
+    def refuse(self, errnum: int) -> None:
+        """Has every call that posts sends fail with that, without a word on which of them were
+        taken; 0: no more."""
+
 class QueuePair:
     """Stands for ``te.verbs._core.QueuePair``; what follows is for one that no engine has."""
 
     @property
     def number(self) -> int:
         """By which the other end finds it."""
+
+    @property
+    def fd(self) -> int:
+        """Of its completion channel."""
 
     def connect(self, far_number: int, *_of_the_wire: object, is_target: bool = False) -> None:
         """What is sent goes to the queue pair with that number; ``OSError`` if it has gone."""

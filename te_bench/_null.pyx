@@ -46,6 +46,8 @@ cdef struct Posted:
     u64 begun_ns, ended_ns
     u64 interrupts_ns  # of that, what waking the threads took that a device would interrupt
     u32 held  # atomic: no completion is given out
+    u32 refused  # atomic: an errno; no work request is taken, and not said which one was not
+    u32 kept  # atomic: an errno; no queue pair is destroyed
 
 cdef struct End:
     Endpoint e  # the first: whoever has its address has the end's
@@ -85,6 +87,8 @@ cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
     cdef Posted *p = end.posted
     cdef u64 requests = 0, nbytes = 0
     cdef int errnum = 0, status
+    if load32(&p.refused):
+        return load32(&p.refused)
     if p.requests == 0:
         p.begun_ns = now_ns()
     while w != NULL and errnum == 0:
@@ -161,8 +165,10 @@ cdef int null_to_error(Endpoint *e) noexcept nogil:
     return 0
 
 
-cdef void null_release(Endpoint *e) noexcept nogil:
+cdef int null_release(Endpoint *e) noexcept nogil:
     cdef End *end = <End *>e
+    if load32(&end.posted.kept):
+        return load32(&end.posted.kept)
     store32(&end.near.broken, 1)
     pthread_mutex_lock(&end.near.lock)
     close(end.near.fd)
@@ -171,6 +177,7 @@ cdef void null_release(Endpoint *e) noexcept nogil:
     queue_drop(end.near)
     queue_drop(end.far)
     free(end)
+    return 0
 
 
 cdef class Wires:
@@ -207,6 +214,12 @@ cdef class Wires:
             if wire.c.fd >= 0:
                 eventfd_write(wire.c.fd, 1)
             pthread_mutex_unlock(&wire.c.lock)
+
+    def keep(self, u32 errnum):
+        store32(&self.p.kept, errnum)
+
+    def refuse(self, u32 errnum):
+        store32(&self.p.refused, errnum)
 
     cdef u32 add(self, Wire wire):
         """A number for it; forgets those whose ends have been released."""
@@ -321,6 +334,10 @@ cdef class QueuePair:
     @property
     def address(self):
         return <u64>self.end
+
+    @property
+    def fd(self):
+        return self.end.e.fd
 
     def disown(self):
         self.end = NULL

@@ -52,7 +52,8 @@ class Acceptor:
     """The listening sockets of an engine, and its incoming links."""
 
     def __init__(self, name: str, local: Local, transports: EngineTransports) -> None:
-        """Listens and starts the thread; ``te.ListenError`` when it cannot."""
+        """Listens and starts the thread; ``te.ListenError`` when it cannot. An engine that does
+        not listen has the thread only where a transport has something for it to watch."""
         self.local = local
         self.transports = transports
         self._lock = threading.Lock()
@@ -65,15 +66,15 @@ class Acceptor:
         #: Links that this engine has opened, by the plane's number; those that nobody has any more
         #: go by themselves.
         self.outgoing: weakref.WeakValueDictionary[int, Described] = weakref.WeakValueDictionary()
-        listener = _listen(local.config)
-        host, port = listener.getsockname()[:2]
-        #: Numeric host and port this engine listens on.
-        self.address: tuple[str, int] = (host, port)
-        self.loop = IoLoop(name, self._on_tick, self._on_end)
         #: Each with the transport that it belongs to; None: the engine's own.
-        self._listeners: list[tuple[Listener, Transport | None]] = [
-            (Listener(listener, _describe), None)
-        ]
+        self._listeners: list[tuple[Listener, Transport | None]] = []
+        #: Numeric host and port this engine listens on; port 0 if it does not.
+        self.address: tuple[str, int] = (local.config.host, 0)
+        if local.config.listens:
+            listener = _listen(local.config)
+            self.address = listener.getsockname()[:2]
+            self._listeners.append((Listener(listener, _describe), None))
+        self.loop = IoLoop(name, self._on_tick, self._on_end)
         watch = functools.partial(_watch, self.loop)
         for transport, listeners in transports.start(local, watch).items():
             self._listeners += [(one, transport) for one in listeners]
@@ -81,7 +82,14 @@ class Acceptor:
             on_ready = functools.partial(self._on_ready, one, owner)
             self.loop.watch(one.sock.fileno(), READABLE, on_ready)
         self.loop.watch(local.plane.events_fd, READABLE, self._on_events)
-        self.loop.start()
+        if self._listeners or self.loop.is_wanted:
+            self.loop.start()
+
+    def look(self) -> None:
+        """By who connects: where no thread hears what becomes of links, this one does. Any
+        thread."""
+        if not self.loop.has_begun:
+            self._on_events(READABLE)
 
     def link_stats(self) -> list[LinkStats]:
         """The links that other engines have opened, and that stand. Any thread."""
@@ -237,21 +245,24 @@ class Acceptor:
         return min(times, default=None)
 
     def _on_events(self, _events: int) -> None:
-        for number, has_ended, code, errnum, text in self.local.plane.events():
-            self.transports.on_event(number)
-            if not has_ended:
-                continue
-            with self._lock:
-                link = self._links.take(number)
-            peer = self.outgoing.pop(number, None)
-            if peer is not None:
-                reason = peer.describe(code, errnum, text)
-            else:
-                # A link of this engine whose Peer nobody has any more, or one that peers opened.
-                who = f"{link.where} ({link.key.engine_id})" if link else "a former peer"
-                reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
-            level = logging.WARNING if code == Reason.VIOLATED else logging.INFO
-            logger.log(level, "a link ended: %s", reason)
+        """Each is told once, so that what goes wrong with one must not cost the others."""
+        for number, has_ended, *why in self.local.plane.events():
+            self.loop.guard("an event of a link", self.transports.on_event, number)
+            if has_ended:
+                self.loop.guard("the end of a link", self._on_link_end, number, *why)
+
+    def _on_link_end(self, number: int, code: int, errnum: int, text: str) -> None:
+        with self._lock:
+            link = self._links.take(number)
+        peer = self.outgoing.pop(number, None)
+        if peer is not None:
+            reason = peer.describe(code, errnum, text)
+        else:
+            # A link of this engine whose Peer nobody has any more, or one that peers opened.
+            who = f"{link.where} ({link.key.engine_id})" if link else "a former peer"
+            reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
+        level = logging.WARNING if code == Reason.VIOLATED else logging.INFO
+        logger.log(level, "a link ended: %s", reason)
 
     def _on_end(self, reason: str) -> None:
         for listener, _ in self._listeners:

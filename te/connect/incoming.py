@@ -268,31 +268,37 @@ class Incoming:
         problem = self._acceptor.transports.problem(transport)
         if problem is None and link is not None and link.transport is not transport:
             problem = "the link that it names is over another transport"
-        if problem is None and link is None and self._acceptor.link(key) is not None:
-            problem = "an earlier connection of this link was welcomed; connect again"
         if problem is not None:
             raise TransportRefused(problem)
+        self._check_new(key, link)
         accepted = transport.accept(self._call(key, hello.body), link)
         match accepted:
-            case Answer():
-                self._answer(accepted)
-            case Work():
-                self._acceptor.check_waiting()
-                self._later(accepted)
-            case _:
-                self._welcome(accepted, link)
+            case Answer(what, body):
+                self._answer(what, body)
+            case Work(what, run):
+                self._later(what, run, lambda body: self._answer(what, body))
+            case join:
+                self._join = join
+                if join.may_block:
+                    self._later("a check", join.check, lambda body: self._welcome(join, link, body))
+                else:
+                    self._welcome(join, link, join.check())
+
+    def _check_new(self, key: LinkKey, link: IncomingLink | None) -> None:
+        if link is None and self._acceptor.link(key) is not None:
+            raise TransportRefused("an earlier connection of this link was welcomed; connect again")
 
     def _call(self, key: LinkKey, body: bytes) -> Call:
         assert self._proven is not None
         return Call(key, body, self._sock, self._where, self._proven.proof, self._fds)
 
-    def _welcome(self, join: Join, link: IncomingLink | None) -> None:
-        self._join = join
+    def _welcome(self, join: Join, link: IncomingLink | None, body: bytes) -> None:
+        assert self._proven is not None
         limit = self._acceptor.limit(self._half_open.source)
         if limit is not None:
             self._refuse(Refusal.LIMIT, limit)
             return
-        body = join.check()
+        self._check_new(_key_of(self._proven.hello), link)
         problem = None if link is None else self._acceptor.misfit(link)
         if problem is not None:
             raise TransportRefused(problem)
@@ -303,7 +309,6 @@ class Incoming:
         welcome = Welcome(rails=self._local.config.rails, body=body)
         answer = self._say(GreetingKind.WELCOME, welcome)
         if link.session is None:
-            assert self._proven is not None
             link.session = session_key(self._proven.key, self._proven.proof, answer)
         self._release()
         problem = self._acceptor.joined(self._sock, join, link)
@@ -311,34 +316,41 @@ class Incoming:
             self._fds.clear()
         self.close(problem or "")
 
-    def _later(self, work: Work) -> None:
-        """Welcomes it when the work has been done, or says why it has not."""
+    def _later(self, what: str, work: Callable[[], bytes], then: Callable[[bytes], None]) -> None:
+        """Does the work on another thread, and goes on with what it returns; or says why it was
+        not done."""
 
         def run() -> None:
+            body, problem = b"", ""
             try:
-                answer: Answer | str = Answer(work.what, work.run())
+                body = work()
             except TransportRefused as exc:
-                answer = str(exc)
+                problem = str(exc)
             except OSError as exc:
-                answer = exc.strerror or str(exc)
+                problem = exc.strerror or str(exc)
             except Exception as exc:
-                logger.exception("a bug in %s for %s", work.what, self._where)
-                answer = f"internal error of this engine: {exc!r}"
-            self._acceptor.loop.call(lambda: self._guard(lambda: self._answer(answer)))
+                logger.exception("a bug in %s for %s", what, self._where)
+                problem = f"internal error of this engine: {exc!r}"
+            self._acceptor.loop.call(lambda: self._guard(lambda: go_on(body, problem)))
 
+        def go_on(body: bytes, problem: str) -> None:
+            if self._sock.fileno() < 0:
+                return  # The connection was closed meanwhile: the work took too long.
+            try:
+                if problem:
+                    raise TransportRefused(problem)
+                then(body)
+            except TransportRefused as exc:
+                self._refuse(Refusal.TRANSPORT, str(exc))
+
+        self._acceptor.check_waiting()
         self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.
         if not self._local.run(run):
             self.close("this engine was closed, or can start no thread")
 
-    def _answer(self, answer: Answer | str) -> None:
-        """``str``: why what it asked for was not done."""
-        if self._sock.fileno() < 0:
-            return  # The connection was closed meanwhile: the work took too long.
-        if isinstance(answer, str):
-            self._refuse(Refusal.TRANSPORT, answer)
-            return
-        self._say(GreetingKind.WELCOME, Welcome(rails=1, body=answer.body))
-        self.close(f"it asked for {answer.what}, and that is done")
+    def _answer(self, what: str, body: bytes) -> None:
+        self._say(GreetingKind.WELCOME, Welcome(rails=1, body=body))
+        self.close(f"it asked for {what}, and that is done")
 
     def _refuse(self, code: Refusal, reason: str) -> None:
         self._acceptor.log(logging.WARNING, "%s refused: %s", self._where, reason)

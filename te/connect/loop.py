@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from te.connect.throttle import Throttle
 
@@ -59,6 +60,16 @@ class IoLoop:
         self.end_reason = "this engine was closed"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Before ``start``: whether there is a call for its thread."""
+        return bool(self._calls)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a thread, or was."""
+        return self._thread.ident is not None
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
@@ -103,6 +114,11 @@ class IoLoop:
         def end() -> None:
             self._stopping = True
 
+        if not self.has_begun:
+            if not self._ended:
+                self._stopping = True
+                self._run()
+            return True
         self.call(end)
         if threading.current_thread() is self._thread:
             return True  # A done callback closes the engine: the loop ends after it.
@@ -132,10 +148,8 @@ class IoLoop:
         times = [self._tick(now_s)]
         for fd, until_s in tuple(self._paused.items()):
             if now_s >= until_s:
-                del self._paused[fd]
-                self._epoll.register(fd, self._events[fd])
-            else:
-                times.append(until_s)
+                self._resume(fd)
+        times += self._paused.values()
         next_s = min((one for one in times if one is not None), default=None)
         timeout_s = -1.0 if next_s is None else max(next_s - time.monotonic(), 0.0)
         for fd, events in self._epoll.poll(timeout_s):
@@ -153,10 +167,23 @@ class IoLoop:
                 if self._handlers.get(fd) is handler:
                     self.pause(fd, FAILED_PAUSE_S)
         for _ in range(len(self._calls)):
-            try:
-                self._calls.popleft()()
-            except Exception as exc:  # noqa: BLE001 - reported; the others must go on
-                self._report("a call from another thread", exc)
+            self.guard("a call from another thread", self._calls.popleft())
+
+    def _resume(self, fd: int) -> None:
+        """Looks at it again; later if the kernel watches no more descriptors for this user."""
+        del self._paused[fd]
+        try:
+            self._epoll.register(fd, self._events[fd])
+        except OSError as exc:
+            self._report(f"watching descriptor {fd} again", exc)
+            self._paused[fd] = time.monotonic() + FAILED_PAUSE_S
+
+    def guard(self, what: str, step: Callable[..., object], *arguments: Any) -> None:
+        """Does one thing of several, which go on whatever becomes of it. Loop's thread only."""
+        try:
+            step(*arguments)
+        except Exception as exc:  # noqa: BLE001 - reported; the others must go on
+            self._report(what, exc)
 
     def _tick(self, now_s: float) -> float | None:
         try:

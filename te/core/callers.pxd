@@ -4,7 +4,7 @@
 # by: waking a worker up costs more than a small write. It never waits for a turn: where somebody has it, the worker
 # does it. Nor does it wait for a link's lock that a worker may have (`link_lock`).
 
-from te.core.link cimport Link, Transfer
+from te.core.link cimport Transfer
 from te.core.sync cimport u64
 from te.core.worker cimport Spin
 
@@ -12,14 +12,8 @@ cdef enum:
     INLINE_BYTES = 64 << 10  # of a transfer that is sent at once, and that a calling thread waits for itself
 
 # The owner is to begin the transfer, of which it gets a reference. Once.
-cdef void submit(Transfer *t) noexcept nogil
+cdef void submit(Transfer *t) noexcept
 # The owner is to end it, as `Transfer.cancel` is set; and of a read nothing lands any more.
 cdef void call_off(Transfer *t) noexcept nogil
 # Waits for the outcome in the calling thread, which is awake already, for as long as the answer may come there.
 cdef void await_answer(Transfer *t, Spin *spin, u64 until_ns) noexcept nogil
-
-# In the owner's turn: sends what was submitted by a connection that the owner has, in so many calls at most;
-# or, if they are all busy, gives connections a turn as `kick_some` does: one of them, where `nbytes` is 0.
-cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil
-# In the owner's turn: gives as many connections a turn as the transfer has work for.
-cdef void kick_some(Link *link, u64 nbytes) noexcept nogil

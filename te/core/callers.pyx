@@ -21,77 +21,6 @@ cdef enum:
     KICK_BYTES = 512 << 10
 
 
-# -- commands
-
-cdef bint order(Link *link, Command *c) noexcept nogil:
-    """False if nobody will carry it out: the link has no connection, or its engine is closed."""
-    cdef Worker *owner = <Worker *>load_pointer(&link.owner)
-    if owner == NULL or not worker_put(owner, c):
-        return False
-    if worker_borrow(owner):
-        worker_return(owner)
-    else:
-        worker_wake(owner)
-    return True
-
-
-cdef bint on_submit(Command *c) noexcept nogil:
-    cdef Transfer *t = <Transfer *>c.of
-    cdef Link *link = t.link
-    cdef bint begins = False
-    if not link_lock(link, link.owner):
-        return False
-    if t.is_late or not load32(&link.connections_alive):
-        transfer_settle(t, FAILED, LINK_DIED)
-    elif load32(&link.dead):
-        transfer_list(t)  # It fails behind those that were submitted before it.
-    elif t.is_read and t.n == 0:
-        transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
-    else:
-        transfer_list(t)
-        begins = True
-    pthread_mutex_unlock(&link.lock)
-    if begins:
-        link.ops.submit(t)
-    transfer_drop(t)
-    return True
-
-
-cdef bint on_cancel(Command *c) noexcept nogil:
-    cdef Transfer *t = <Transfer *>c.of
-    cdef Link *link = t.link
-    if not link_lock(link, link.owner):
-        return False
-    if t.is_listed:
-        link.ops.cancel(t)
-    pthread_mutex_unlock(&link.lock)
-    transfer_drop(t)
-    return True
-
-
-cdef void submit(Transfer *t) noexcept nogil:
-    add32(&t.refs, 1)
-    t.is_late = load32(&t.link.dead) != 0
-    t.submitting.run = on_submit
-    t.submitting.of = t
-    if order(t.link, &t.submitting):
-        return
-    pthread_mutex_lock(&t.link.lock)
-    transfer_settle(t, FAILED, LINK_DIED)
-    pthread_mutex_unlock(&t.link.lock)
-    transfer_drop(t)
-
-
-cdef void call_off(Transfer *t) noexcept nogil:
-    if swap32(&t.is_called_off, 1):
-        return
-    add32(&t.refs, 1)
-    t.cancelling.run = on_cancel
-    t.cancelling.of = t
-    if not order(t.link, &t.cancelling):
-        transfer_drop(t)  # It has its outcome, or gets it with its link, which is dead.
-
-
 # -- sending
 
 cdef bint send_by(Connection *c, int turns) noexcept nogil:
@@ -108,7 +37,17 @@ cdef bint send_by(Connection *c, int turns) noexcept nogil:
     return True
 
 
+cdef void kick_some(Link *link, u64 nbytes) noexcept nogil:
+    """Gives as many connections a turn as there is work for."""
+    cdef u32 i, all = rails_of(link), n = <u32>min(<u64>all, 1 + nbytes / KICK_BYTES)
+    cdef u32 first = link.turn
+    link.turn += n
+    for i in range(n):
+        polled_kick(link.connections[(first + i) % all])
+
+
 cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil:
+    """By a connection that the owner has, in so many calls at most; if they are all busy, their workers do it."""
     cdef u32 i
     for i in range(load32(&link.connections_n)):
         if link.connections[i].worker == link.owner and (
@@ -118,12 +57,83 @@ cdef void send_now(Link *link, int turns, u64 nbytes) noexcept nogil:
     kick_some(link, nbytes)
 
 
-cdef void kick_some(Link *link, u64 nbytes) noexcept nogil:
-    cdef u32 i, all = rails_of(link), n = <u32>min(<u64>all, 1 + nbytes / KICK_BYTES)
-    cdef u32 first = link.turn
-    link.turn += n
-    for i in range(n):
-        polled_kick(link.connections[(first + i) % all])
+# -- commands
+
+cdef bint order(Link *link, Command *c) noexcept nogil:
+    """False if nobody will carry it out: the link has no connection, or its engine is closed."""
+    cdef Worker *owner = <Worker *>load_pointer(&link.owner)
+    if owner == NULL or not worker_put(owner, c):
+        return False
+    if worker_borrow(owner):
+        worker_return(owner)
+    else:
+        worker_wake(owner)
+    return True
+
+
+cdef bint link_take(Link *link) noexcept nogil:
+    """Its lock, for a command. One that has ended may go with its command's reference, which is not for who waits for
+    no lock."""
+    return not (link.owner.is_lent and load32(&link.has_ended)) and link_lock(link, link.owner)
+
+
+cdef bint on_submit(Command *c) noexcept nogil:
+    cdef Transfer *t = <Transfer *>c.of
+    cdef Link *link = t.link
+    cdef bint begins = False
+    if not link_take(link):
+        return False
+    if t.is_late or not load32(&link.connections_alive):
+        transfer_settle(t, FAILED, LINK_DIED)
+    elif load32(&link.dead):
+        transfer_list(t)  # It fails behind those that were submitted before it.
+    elif t.is_read and t.n == 0:
+        transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
+    else:
+        transfer_list(t)
+        begins = True
+    pthread_mutex_unlock(&link.lock)
+    if begins and t.sends_at_once:
+        send_now(link, t.sends_at_once, t.total)
+    elif begins:
+        kick_some(link, t.total)
+    transfer_drop(t)
+    return True
+
+
+cdef bint on_cancel(Command *c) noexcept nogil:
+    cdef Transfer *t = <Transfer *>c.of
+    cdef Link *link = t.link
+    if not link_take(link):
+        return False
+    if t.is_listed:
+        link.ops.cancel(t)
+    pthread_mutex_unlock(&link.lock)
+    transfer_drop(t)
+    return True
+
+
+cdef void submit(Transfer *t) noexcept:
+    add32(&t.refs, 1)
+    t.is_late = load32(&t.link.dead) != 0
+    t.submitting.run = on_submit
+    t.submitting.of = t
+    if order(t.link, &t.submitting):
+        return
+    lock_as_caller(&t.link.lock)
+    transfer_settle(t, FAILED, LINK_DIED)
+    pthread_mutex_unlock(&t.link.lock)
+    transfer_drop(t)
+
+
+cdef void call_off(Transfer *t) noexcept nogil:
+    if swap32(&t.is_called_off, 1):
+        return
+    add32(&t.refs, 1)
+    t.cancelling.run = on_cancel
+    t.cancelling.of = t
+    if not order(t.link, &t.cancelling):
+        transfer_drop(t)  # It has its outcome, or gets it with its link, which is dead.
 
 
 # -- waiting for an answer

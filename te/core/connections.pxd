@@ -7,10 +7,10 @@ from te.core.link cimport Link
 from te.core.worker cimport Worker
 
 # Adds a connection to a link and hands it to a worker. 0, or an errno: then the channel is freed, and its
-# descriptors are the caller's; EPIPE where all connections of the link have gone. One thread at a time.
+# descriptors are the caller's; EPIPE where it takes none any more. By a calling thread, one at a time.
 cdef int connection_add(
     Link *link, const Protocol *protocol, Worker *w, Channel *channel, size_t own_nbytes
-) noexcept nogil
+) noexcept
 # Of a link that nobody has any more.
 cdef void connections_free(Link *link) noexcept nogil
 

@@ -11,7 +11,7 @@ from te.core.link cimport *
 from te.core.posix cimport *
 from te.core.sync cimport *
 from te.core.transfer cimport fail_all
-from te.core.wire cimport body_bytes_max
+from te.core.wire cimport RAILS_MAX, body_bytes_max
 from te.core.worker cimport *
 
 cdef enum:
@@ -56,7 +56,6 @@ cdef bint connection_arm(Connection *c) noexcept nogil:
 
 cdef void link_close(Link *link) noexcept nogil:
     """Its last connection has gone. Without a lock."""
-    link.ops.close(link)
     pthread_mutex_lock(&link.lock)
     fail_all(link)
     link.ops.forget(link)
@@ -194,13 +193,9 @@ cdef bint were_looked_at(Link *link) noexcept nogil:
     return True
 
 
-cdef bint has_stalled(Link *link, u64 now) noexcept nogil:
+cdef bint has_stalled(Link *link, u64 moved_ns, u64 now) noexcept nogil:
     """By its owner. What moves its first transfer may have come while the worker of another connection did not run."""
-    cdef u64 moved_ns
     cdef bint was_suspect = link.is_suspect
-    pthread_mutex_lock(&link.lock)
-    moved_ns = first_moved_ns(link)
-    pthread_mutex_unlock(&link.lock)
     link.is_suspect = is_too_silent(link, &link.silence, moved_ns, now)
     if link.is_suspect and not was_suspect:
         add32(&link.suspicion, 1)
@@ -209,23 +204,36 @@ cdef bint has_stalled(Link *link, u64 now) noexcept nogil:
     return link.is_suspect and were_looked_at(link)
 
 
-cdef void on_check(Polled *p, u64 now) noexcept nogil:
+cdef bint check_link(Link *link, u64 now, bint *stalled) noexcept nogil:
+    """By its owner; whether it has a deadline. A transfer comes onto its list in the owner's turn, or kicks it."""
+    cdef u64 moved_ns
+    cdef u32 said
+    pthread_mutex_lock(&link.lock)
+    moved_ns = first_moved_ns(link)
+    pthread_mutex_unlock(&link.lock)
+    stalled[0] |= has_stalled(link, moved_ns, now)
+    said = link.ops.check(link, stalled[0])
+    if said & LET_PASS:
+        stalled[0] = False
+    return moved_ns != 0 or said & CHECK_AGAIN
+
+
+cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     """Ends a link of which nothing moved for too long, or nothing of what this connection sends: as suspected at the
     check before, as this process may have stood still until then."""
     cdef Connection *c = <Connection *>p
     cdef Link *link = c.link
-    cdef bint was_suspect = c.is_suspect, stalled = False
-    if p == link.connections[0]:
-        stalled = has_stalled(link, now)
+    cdef bint was_suspect = c.is_suspect, again = c.out_left != 0, stalled
     c.is_suspect = is_too_silent(link, &c.silence, c.progress_ns if c.out_left else 0, now)
-    stalled |= c.is_suspect and was_suspect
+    stalled = c.is_suspect and was_suspect
     if p == link.connections[0]:
-        stalled = not link.ops.check(link, stalled) and stalled
+        again |= check_link(link, now, &stalled)
     if stalled:
         link_die(link, STALLED, 0, NULL)
     # Nobody tells one that is held up if it could go on since the engine has less to wait for.
     if c.is_held_up or c.is_suspect:
         polled_again(p)
+    return again or c.is_held_up
 
 
 cdef void on_stop(Polled *p) noexcept nogil:
@@ -286,11 +294,14 @@ cdef void count_out(Link *link, u32 n) noexcept nogil:
 
 cdef int connection_add(
     Link *link, const Protocol *protocol, Worker *w, Channel *channel, size_t own_nbytes
-) noexcept nogil:
+) noexcept:
     cdef Connection *c
-    cdef u32 n = load32(&link.connections_n)
+    cdef u32 n
     cdef int errnum
-    if not count_in(link, n):
+    lock_as_caller(&w.lock)  # Others may have added one until it has that.
+    n = load32(&link.connections_n)
+    if n == RAILS_MAX or load32(&link.dead) or load32(&w.all.stop) or not count_in(link, n):
+        pthread_mutex_unlock(&w.lock)
         channel.ops.free(channel)
         return EPIPE
     c = <Connection *>need(sizeof(Connection))
@@ -310,6 +321,7 @@ cdef int connection_add(
     add64(
         &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, 1)
     errnum = worker_add(w, &c.polled, channel.fd, EPOLLIN)
+    pthread_mutex_unlock(&w.lock)
     if errnum:
         add64(
             &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, -1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Python's view of an engine's compiled half; engine.pyi is the contract.
 
+from te.core.link cimport Link
 from te.core.plane cimport Plane
 from te.core.tags cimport Opening
 from te.core.tally cimport Outcomes
@@ -15,3 +16,5 @@ cdef class Revocation:
 
 # (done, cancelled, failed by reason, blocks and bytes of those done, landed, bytes landed)
 cdef object outcomes_of(Outcomes *o)
+# Why a link is dead: (code, errno, text); without a reason while it is not.
+cdef object death_of(Link *k)

@@ -5,11 +5,10 @@
 cimport cython
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.fences cimport fence_opening
 from te.core.heap cimport need
-from te.core.link cimport Link, link_drop, links_tally
+from te.core.link cimport Death, Link, Transfer, link_drop, links_tally
 from te.core.notes cimport Note, box_take, note_free
-from te.core.notices cimport Notice, bulletin_take, notice_take
+from te.core.notices cimport bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
     CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce,
@@ -22,7 +21,6 @@ from te.core.sync cimport *
 from te.core.tags cimport *
 from te.core.tally cimport CODES_MAX, Ledger, LEDGERS_MAX, Outcomes, Tally
 from te.core.transfer cimport transfer_drop
-from te.core.link cimport Transfer
 from te.core.wire cimport RAILS_MAX
 from te.core.worker cimport worker_work, workers_stop
 
@@ -155,19 +153,19 @@ cdef class Engine:
         return is_new, is_open
 
     def arrived(self, u64 value):
-        cdef Opening *o = opening_get(&self.p.tags, value)
+        cdef Opening *o = opening_asked(&self.p.tags, value)
         cdef u64 count = 0 if o == NULL else load64(&o.count)
         opening_drop(o)
         return count
 
     def arrived_nbytes(self, u64 value):
-        cdef Opening *o = opening_get(&self.p.tags, value)
+        cdef Opening *o = opening_asked(&self.p.tags, value)
         cdef u64 nbytes = 0 if o == NULL else load64(&o.nbytes)
         opening_drop(o)
         return nbytes
 
     def revoke_tag(self, u64 value):
-        cdef Opening *o = opening_get(&self.p.tags, value)
+        cdef Opening *o = opening_asked(&self.p.tags, value)
         if o == NULL:
             return None
         store32(&o.is_open, 0)
@@ -191,23 +189,21 @@ cdef class Engine:
             k = <Link *>bulletin_take(&self.p.notices)
             if k == NULL:
                 return found
-            text = (<bytes>k.text).decode("ascii", "replace")
             has_ended = load32(&k.has_ended) != 0 and not k.end_was_told
             k.end_was_told |= has_ended
-            found.append((k.number, has_ended, k.code, k.errnum, text))
+            found.append((k.number, has_ended, *death_of(k)))
             with nogil:
                 link_drop(k)
 
     def take_notes(self):
-        cdef Note *note
+        cdef u64 dropped
+        cdef Note *note = box_take(&self.p.notes, &dropped)
         cdef list found = []
-        while True:
-            note = box_take(&self.p.notes)
-            if note == NULL:
-                return found, self.p.notes.dropped
+        while note != NULL:
             peer = (<char *>&note.peer)[:sizeof(Identity)]
             found.append((peer, (<char *>(note + 1))[:note.nbytes]))
-            note_free(note)
+            note = note_free(note)
+        return found, dropped
 
     def wait_notices(self):
         cdef u64 value
@@ -256,14 +252,43 @@ cdef object outcomes_of(Outcomes *o):
         load64(&o.done_blocks), load64(&o.done_nbytes), load64(&o.landed), load64(&o.landed_nbytes))
 
 
+cdef object death_of(Link *k):
+    cdef Death *death = <Death *>load_pointer(&k.death)
+    return death.code, death.errnum, (<bytes>death.text).decode("ascii", "replace")
+
+
 cdef void *take_notice(Plane *p) noexcept:
     """The first transfer on the list, whose address is its name; its reference is dropped."""
-    cdef Notice *one = notice_take(&p.notices)
-    if one == NULL:
-        return NULL
-    cdef Transfer *t = <Transfer *>one.what
-    transfer_drop(t)
+    cdef Transfer *t = <Transfer *>notice_take(&p.notices)
+    if t != NULL:
+        transfer_drop(t)
     return t
+
+
+cdef void withdraw(Plane *p, Opening *o) noexcept nogil:
+    """Tells the owners of all links that the opening is for."""
+    cdef Link *link
+    pthread_mutex_lock(&p.lock)
+    link = <Link *>p.links_first
+    while link != NULL:
+        if link.is_incoming and opening_admits(o, &link.peer):
+            link.ops.revoke(link)
+        link = link.after
+    pthread_mutex_unlock(&p.lock)
+
+
+cdef bint fence_opening(Plane *p, Opening *o, u64 until_ns) noexcept nogil:
+    """It was revoked: True once nothing lands under it; False if that is not so in time, and then it can be called
+    again."""
+    if not plane_quiesce(p, NULL, o, 0, 0, until_ns):
+        return False
+    # Behind that nothing is granted any more. Who fences once more asks nobody again.
+    if load32(&o.granted) and not swap32(&o.is_withdrawn, 1):
+        withdraw(p, o)
+    while load32(&o.granted):
+        if not look_later(until_ns, LOOK_NS):
+            return False
+    return True
 
 
 @cython.no_gc_clear

@@ -32,7 +32,9 @@ cdef struct Protocol:
     bint moves_payload
     # One step: a call to the kernel, or what follows from a complete item. It may set `is_away`, give up
     # the turn while it waits for another process, and return TAKEN. `answers_only`: by a calling thread, which
-    # leaves all else to the worker: LEFT_TO_WORKER, and the connection is kicked.
+    # leaves all kinds of frames to the worker that are not among `answers`, which has a bit for each: LEFT_TO_WORKER,
+    # and the connection is kicked.
+    u32 answers
     Moved (*receive)(Connection *c, bint answers_only) noexcept nogil
     # Sends what there is, in at most so many calls.
     Moved (*send)(Connection *c, int turns) noexcept nogil

@@ -42,8 +42,11 @@ cdef void queue_notes(Connection *c) noexcept nogil:
     """They go over the link's first connection, so that they keep their order."""
     cdef Header h
     cdef uint8_t part[NOTE_PART_MAX]
-    while c.queued_n < NOTES_AT_ONCE_BYTES and lane_take(c.link.notes, &h, part):
+    cdef bint is_lent = c.polled.worker.is_lent
+    while c.queued_n < NOTES_AT_ONCE_BYTES and lane_take(c.link.notes, not is_lent, &h, part):
         queue_frame(c, &h, part, h.count)
+    if is_lent and lane_waits(c.link.notes):
+        leave_to_worker(c)
 
 
 cdef u64 take_queued(Connection *c) noexcept nogil:
@@ -149,7 +152,7 @@ cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept
         if c.lead_have < sizeof(Header):
             return state
         memcpy(&c.head, c.lead, sizeof(Header))
-    if answers_only and c.head.kind != ACK:
+    if answers_only and not (c.head.kind < 32 and c.protocol.answers >> c.head.kind & 1):
         return leave_to_worker(c)
     if not c.has_head:
         if not check_head(c):

@@ -10,7 +10,7 @@ from te.core.link cimport Link, Ops, Transfer
 cdef class LinkHandle:
     cdef Link *k
     cdef Engine engine  # it must outlive the link
-    # Called once, by the transport's own kind.
+    # Called once, by the transport's own kind; `own` is complete, and the link's from here on.
     cdef void make(self, Engine engine, const Ops *ops, bint is_incoming, void *own)
     # Takes over a channel, on the worker that is next or the one given; False on a dead or full link.
     # `OSError`. If it is not taken, it is freed, and its descriptors are the caller's.

@@ -8,13 +8,13 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport INLINE_BYTES, await_answer, call_off, submit
-from te.core.engine cimport outcomes_of
+from te.core.engine cimport death_of, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.notes cimport lane_put
 from te.core.plane cimport PENDING, Plane
-from te.core.posix cimport EPIPE
+from te.core.posix cimport EPIPE, ESHUTDOWN
 from te.core.regions cimport *
 from te.core.sync cimport *
 from te.core.tags cimport Identity
@@ -53,8 +53,7 @@ cdef class LinkHandle:
 
     cdef void make(self, Engine engine, const Ops *ops, bint is_incoming, void *own):
         self.engine = engine
-        self.k = link_new(engine.p, ops, is_incoming)
-        self.k.own = own
+        self.k = link_new(engine.p, ops, is_incoming, own)
 
     cdef bint add(
         self, const Protocol *protocol, Channel *channel, size_t own_nbytes, int worker=-1
@@ -63,14 +62,11 @@ cdef class LinkHandle:
         cdef Plane *p = k.plane
         cdef Worker *w
         cdef int errnum
-        if load32(&k.connections_n) == RAILS_MAX or load32(&k.dead) or load32(&p.workers.stop):
-            channel.ops.free(channel)
-            return False
         if worker < 0:
             worker = (k.number + load32(&k.connections_n)) % p.workers.n
         w = &p.workers.of[worker]
         errnum = connection_add(k, protocol, w, channel, own_nbytes)
-        if errnum == EPIPE:
+        if errnum == EPIPE or errnum == ESHUTDOWN:
             return False
         if errnum:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
@@ -102,11 +98,10 @@ cdef class LinkHandle:
     @property
     def death(self):
         """(code, errno, text)"""
-        return self.k.code, self.k.errnum, (<bytes>self.k.text).decode("ascii", "replace")
+        return death_of(self.k)
 
     def die(self, int code):
-        with nogil:  # Who dies of something else at the same moment is waited for.
-            link_die(self.k, code, 0, NULL)
+        link_die(self.k, code, 0, NULL)
 
     def send_note(self, bytes data):
         cdef Link *k = self.k
@@ -161,7 +156,7 @@ cdef object submit_blocks(
     cdef Scan scan
     cdef Snapshot *s
     scan.begun_ns = now_ns()
-    scan.may_merge = k.ops.may_merge
+    scan.may_merge = not k.ops.lands_by_device
     scan.asked = n
     while True:
         s = p.regions.now

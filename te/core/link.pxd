@@ -13,7 +13,7 @@
 from libc.stdint cimport uint8_t
 from te.core.maps cimport Map
 from te.core.notes cimport Lane
-from te.core.notices cimport Bulletin, Notice
+from te.core.notices cimport Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
 from te.core.sync cimport (
@@ -46,25 +46,31 @@ cdef enum:  # blocks of peers' reads, 24 bytes each, that were asked for and not
     # Of all links: once it is that much, each is read from only while it owes nothing.
     REPLY_BLOCKS_ALL_MAX = 1 << 19
 
+cdef enum:  # what a transport says to a check of its link
+    LET_PASS = 1  # a stall is none
+    CHECK_AGAIN = 2  # it has a deadline of its own
+
 cdef struct Link
 cdef struct Transfer
+
+# Why a link is dead.
+cdef struct Death:
+    int code, errnum
+    char text[TEXT_MAX]
 
 # What a transport does with its links.
 cdef struct Ops:
     const char *name  # of the transport
     # Bytes that it keeps with each transfer.
     size_t transfer_bytes
-    # Whether blocks that touch may be handed to it as one.
-    bint may_merge
     # Whether a read is written by this side's own device, so that the regions it lands in must stay
-    # while it is under way. Else the bytes come in as frames, which are checked as they land.
+    # while it is under way. Else the bytes come in as frames, which are checked as they land, and blocks that touch
+    # may be handed to it as one.
     bint lands_by_device
 
-    # The source's side. A new transfer of which nobody else knows; `is_shared`: the peer may map all of
-    # the source's memory.
+    # The source's side. A new transfer of which nobody else knows: says whether it is sent at once (`sends_at_once`).
+    # `is_shared`: the peer may map all of the source's memory.
     void (*prepare)(Transfer *t, bint is_shared) noexcept nogil
-    # It was put on the link's list, and may be over by now: begins it. In the owner's turn, without the lock.
-    void (*submit)(Transfer *t) noexcept nogil
     # `Transfer.cancel` is set, and `call_off` was called: ends it as soon as can be. In the owner's turn, under
     # the link's lock.
     void (*cancel)(Transfer *t) noexcept nogil
@@ -81,11 +87,9 @@ cdef struct Ops:
     void (*revoke)(Link *link) noexcept nogil
 
     # Both sides. Now and then, by the owner: may end the link. `stalled`: its first transfer has not
-    # moved for too long. Returns whether to let that pass.
-    bint (*check)(Link *link, bint stalled) noexcept nogil
-    # All of its connections are closed: ends what else it has. Without a lock, by a worker.
-    void (*close)(Link *link) noexcept nogil
-    # Behind that, under the link's lock: forgets what was landing.
+    # moved for too long. Returns LET_PASS and CHECK_AGAIN as bits.
+    u32 (*check)(Link *link, bint stalled) noexcept nogil
+    # All of its connections are closed: forgets what was landing. Under the link's lock, by a worker.
     void (*forget)(Link *link) noexcept nogil
     # Nobody has it any more.
     void (*release)(Link *link) noexcept nogil
@@ -96,6 +100,7 @@ cdef struct Transfer:
     bint is_read
     bint is_reply  # it serves a peer's read; nobody here has a handle of it
     bint is_late  # the link was dead when it was submitted
+    int sends_at_once  # in so many calls at most, once it is submitted; 0: it is left to the connections' workers
     Block *blocks
     u64 n, total  # blocks, bytes
     u64 asked  # blocks of the caller, some of which may be one here
@@ -135,10 +140,9 @@ cdef struct Link:
     Identity peer  # of an incoming link: whom tags may be opened for
     Worker *owner  # atomic; NULL before it has a connection
     pthread_mutex_t lock
-    u32 refs, dying, dead  # atomic: `dying` before the reason is there, `dead` behind that
+    u32 refs, dead  # atomic
     u32 has_ended  # atomic: its connections are gone
-    int code, errnum  # why it is dead
-    char text[TEXT_MAX]
+    Death *death  # atomic; without a reason while it is not dead, and there before that
     Polled *connections[RAILS_MAX]
     u32 connections_n, connections_alive  # atomic
     u32 turn  # the owner's: which connection is next
@@ -161,7 +165,7 @@ cdef struct Link:
     u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
     Lane *notes
-    Bulletin bulletin
+    Notice bulletin
     bint end_was_told  # to Python, which alone looks at this
     Flow flows[RAILS_MAX]  # by rail
     Outcomes outcomes
@@ -173,12 +177,12 @@ cdef struct Link:
 # functions and `release` are NULL.
 cdef Ops plain_ops() noexcept
 
-# One reference is the caller's. The transport sets what is its own.
-cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil
+# One reference is the caller's. `own` is the transport's, and complete: fences find the link from here on.
+cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming, void *own) noexcept
 cdef void link_drop(Link *link) noexcept nogil
 # Adds what all links of the engine have counted, by transport. Any thread.
 cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil
-# Has its connections go; their workers close them. The first reason counts. Any thread.
+# Has its connections go; their workers close them. The first reason counts. Any thread; waits for none.
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil
 # Has Python look at it: it has ended, or its rails have changed.
 cdef void link_tell(Link *link) noexcept nogil

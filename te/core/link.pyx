@@ -4,7 +4,6 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memset
-from posix.unistd cimport getpid
 from te.core.heap cimport need
 from te.core.maps cimport map_free
 from te.core.notes cimport lane_drop, lane_new
@@ -16,8 +15,8 @@ from te.core.worker cimport polled_kick
 
 # -- what a transport may have nothing to do for
 
-cdef bint check(Link *link, bint stalled) noexcept nogil:
-    return False
+cdef u32 check(Link *link, bint stalled) noexcept nogil:
+    return 0
 
 
 cdef void nothing(Link *link) noexcept nogil:
@@ -27,27 +26,31 @@ cdef void nothing(Link *link) noexcept nogil:
 cdef Ops plain_ops() noexcept:
     cdef Ops ops
     memset(&ops, 0, sizeof(ops))
-    ops.may_merge = True
     ops.check = check
-    ops.revoke = ops.close = ops.forget = nothing
+    ops.revoke = ops.forget = nothing
     return ops
 
 
 # -- links
 
-cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
+cdef Death NO_DEATH
+
+
+cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming, void *own) noexcept:
     cdef Link *link = <Link *>need(sizeof(Link))
     pthread_mutex_init(&link.lock, NULL)
-    p.links += 1
     link.plane = p
     link.ops = ops
+    link.own = own
     link.spin.most_ns = p.workers.of[0].spin.most_ns
-    link.number = p.links
+    link.death = &NO_DEATH
     link.is_incoming = is_incoming
     link.refs = 1
-    link.bulletin.link = link
+    link.bulletin.of = link
     link.notes = lane_new()
-    pthread_mutex_lock(&p.lock)
+    lock_as_caller(&p.lock)
+    p.links += 1
+    link.number = p.links
     link.after = <Link *>p.links_first
     if link.after != NULL:
         link.after.before = link
@@ -65,7 +68,7 @@ cdef void link_tally(Link *link, Ledger *ledgers) noexcept nogil:
         tally.received_nbytes[i] += load64(&link.flows[i].received_nbytes)
     counters_add(&tally.outcomes, &link.outcomes, sizeof(Outcomes))
     if load32(&link.dead):
-        tally.ended[code_of(link.code)] += 1
+        tally.ended[code_of(link.death.code)] += 1
 
 
 cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil:
@@ -106,6 +109,8 @@ cdef void link_drop(Link *link) noexcept nogil:
     map_free(&link.arriving)
     lane_drop(link.notes)
     free(link.spare)
+    if link.death != &NO_DEATH:
+        free(link.death)
     pthread_mutex_destroy(&link.lock)
     free(link)
 
@@ -117,15 +122,16 @@ cdef void link_kick(Link *link) noexcept nogil:
 
 
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil:
-    if swap32(&link.dying, 1):
-        # Somebody else writes the reason; or nobody, in a child of fork(2).
-        while not load32(&link.dead) and getpid() == link.plane.workers.pid:
-            sched_yield()
+    cdef Death *death
+    if load32(&link.dead):
         return
-    link.code = code
-    link.errnum = errnum
+    death = <Death *>need(sizeof(Death))
+    death.code = code
+    death.errnum = errnum
     if text != NULL:
-        snprintf(link.text, TEXT_MAX, b"%s", text)
+        snprintf(death.text, TEXT_MAX, b"%s", text)
+    if not swap_pointer_if(&link.death, &NO_DEATH, death):
+        free(death)
     store32(&link.dead, 1)
     link_kick(link)
 

@@ -44,22 +44,24 @@ cdef struct Lane:
     # What has come of the next one.
     Note *coming
     u64 have, room, last_number
-    # Of the link's, in the box: under the box's lock.
+    # Of the link's, that have come and are not freed. Atomic; they grow under the box's lock alone.
     u64 kept, kept_nbytes
 
 cdef void box_open(Box *box) noexcept nogil
 cdef void box_close(Box *box) noexcept nogil  # no link is left
-# The next one, which is the caller's; NULL if there is none.
-cdef Note *box_take(Box *box) noexcept nogil
-cdef void note_free(Note *note) noexcept nogil
+# All that have come by now, in their order (`Note.next`), which are the caller's; NULL if there are none. And how
+# many were dropped. By a calling thread.
+cdef Note *box_take(Box *box, u64 *dropped) noexcept
+# Frees the first of them; the others.
+cdef Note *note_free(Note *note) noexcept nogil
 
 cdef Lane *lane_new() noexcept nogil  # one reference
 cdef void lane_drop(Lane *lane) noexcept nogil
-# To be sent; False if too much waits.
-cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept nogil
+# To be sent; False if too much waits. By a calling thread.
+cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept
 # The next frame: its header, and its bytes in `part`, which has room for NOTE_PART_MAX. False if none
-# waits.
-cdef bint lane_take(Lane *lane, Header *h, uint8_t *part) noexcept nogil
+# waits, or who asks would have to wait for the lane, and does not.
+cdef bint lane_take(Lane *lane, bint waits, Header *h, uint8_t *part) noexcept nogil
 # A frame has come, whose header was checked; what is wrong with it, or NULL.
 cdef const char *lane_came(
     Lane *lane, Box *box, const Identity *peer, const Header *h, const uint8_t *part

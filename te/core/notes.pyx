@@ -1,13 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdint cimport uint8_t
+from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.heap cimport need, need_more
 from te.core.sync cimport (
-    add32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-    store_pointer,
+    add32, add64, load64, lock_as_caller, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_trylock, pthread_mutex_unlock, store_pointer,
 )
 from te.core.wire cimport NOTE, NOTE_PART_MAX, header_of
 
@@ -21,10 +21,13 @@ cdef inline bint has_room(u64 notes, u64 nbytes, u64 more_nbytes) noexcept nogil
     return notes < LANE_NOTES_MAX and nbytes + more_nbytes <= LANE_BYTES_MAX
 
 
-cdef void note_free(Note *note) noexcept nogil:
-    if note.lane != NULL:
-        lane_drop(note.lane)
+cdef Note *note_free(Note *note) noexcept nogil:
+    cdef Note *next = note.next
+    add64(&note.lane.kept, -1)
+    add64(&note.lane.kept_nbytes, -<int64_t>note.nbytes)
+    lane_drop(note.lane)
     free(note)
+    return next
 
 
 # -- what has come
@@ -34,24 +37,21 @@ cdef void box_open(Box *box) noexcept nogil:
 
 
 cdef void box_close(Box *box) noexcept nogil:
-    cdef Note *note = box_take(box)
+    cdef Note *note = box.first
     while note != NULL:
-        note_free(note)
-        note = box_take(box)
+        note = note_free(note)
     pthread_mutex_destroy(&box.lock)
 
 
-cdef Note *box_take(Box *box) noexcept nogil:
-    cdef Note *note
-    pthread_mutex_lock(&box.lock)
-    note = box.first
-    if note != NULL:
-        box.first = note.next
-        box.nbytes -= note.nbytes
-        note.lane.kept -= 1
-        note.lane.kept_nbytes -= note.nbytes
+cdef Note *box_take(Box *box, u64 *dropped) noexcept:
+    cdef Note *all
+    lock_as_caller(&box.lock)
+    all = box.first
+    box.first = NULL
+    box.nbytes = 0
+    dropped[0] = box.dropped
     pthread_mutex_unlock(&box.lock)
-    return note
+    return all
 
 
 cdef void box_put(Box *box, Lane *lane, Note *note) noexcept nogil:
@@ -59,13 +59,13 @@ cdef void box_put(Box *box, Lane *lane, Note *note) noexcept nogil:
     does, unless all together are too many."""
     cdef bint fits
     pthread_mutex_lock(&box.lock)
-    fits = has_room(lane.kept, lane.kept_nbytes, note.nbytes) and (
+    fits = has_room(load64(&lane.kept), load64(&lane.kept_nbytes), note.nbytes) and (
         box.nbytes + note.nbytes <= BOX_BYTES_MAX)
     if fits:
         note.lane = lane
         add32(&lane.refs, 1)
-        lane.kept += 1
-        lane.kept_nbytes += note.nbytes
+        add64(&lane.kept, 1)
+        add64(&lane.kept_nbytes, note.nbytes)
         box.nbytes += note.nbytes
         if box.first == NULL:
             box.first = note
@@ -101,10 +101,10 @@ cdef void lane_drop(Lane *lane) noexcept nogil:
     free(lane)
 
 
-cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept nogil:
+cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept:
     cdef Note *note
     cdef bint fits
-    pthread_mutex_lock(&lane.lock)
+    lock_as_caller(&lane.lock)
     fits = has_room(lane.waiting, lane.waiting_nbytes, nbytes)
     if fits:
         note = <Note *>need(sizeof(Note) + nbytes)
@@ -121,9 +121,12 @@ cdef bint lane_put(Lane *lane, const uint8_t *data, u64 nbytes) noexcept nogil:
     return fits
 
 
-cdef bint lane_take(Lane *lane, Header *h, uint8_t *part) noexcept nogil:
+cdef bint lane_take(Lane *lane, bint waits, Header *h, uint8_t *part) noexcept nogil:
     cdef Note *note
-    pthread_mutex_lock(&lane.lock)
+    if pthread_mutex_trylock(&lane.lock):
+        if not waits:
+            return False
+        pthread_mutex_lock(&lane.lock)
     note = lane.first
     if note != NULL:
         if lane.parted == 0:

@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from te.core.posix cimport EFD_CLOEXEC, EFD_NONBLOCK, close, eventfd, eventfd_write
-from te.core.sync cimport (
-    last_errno, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-)
+from te.core.sync cimport last_errno, load_pointer, store32, swap32, swap_pointer_if
 
 
 cdef int notices_open(Notices *all) noexcept nogil:
-    pthread_mutex_init(&all.lock, NULL)
     all.bulletins_fd = -1
     all.notices_fd = eventfd(0, EFD_CLOEXEC)
     if all.notices_fd < 0:
@@ -22,46 +19,45 @@ cdef void notices_close(Notices *all) noexcept nogil:
         close(all.notices_fd)
     if all.bulletins_fd >= 0:
         close(all.bulletins_fd)
-    pthread_mutex_destroy(&all.lock)
+
+
+cdef void put(Notice **first, Notice *one) noexcept nogil:
+    while True:
+        one.next = <Notice *>load_pointer(first)
+        if swap_pointer_if(first, one.next, one):
+            return
+
+
+cdef Notice *take(Notice **first) noexcept:
+    """Nobody else takes one meanwhile, so the first that is still there has the same next one."""
+    cdef Notice *one
+    while True:
+        one = <Notice *>load_pointer(first)
+        if one == NULL or swap_pointer_if(first, one, one.next):
+            return one
 
 
 cdef void notice_put(Notices *all, Notice *one) noexcept nogil:
-    pthread_mutex_lock(&all.lock)
-    one.next = all.first
-    all.first = one
-    pthread_mutex_unlock(&all.lock)
+    put(&all.notices, one)
     eventfd_write(all.notices_fd, 1)
 
 
-cdef Notice *notice_take(Notices *all) noexcept nogil:
-    pthread_mutex_lock(&all.lock)
-    cdef Notice *one = all.first
-    if one != NULL:
-        all.first = one.next
-    pthread_mutex_unlock(&all.lock)
-    return one
+cdef void *notice_take(Notices *all) noexcept:
+    cdef Notice *one = take(&all.notices)
+    return NULL if one == NULL else one.of
 
 
-cdef bint bulletin_put(Notices *all, Bulletin *b) noexcept nogil:
-    cdef bint is_first
-    pthread_mutex_lock(&all.lock)
-    is_first = not b.is_listed
-    if is_first:
-        b.is_listed = True
-        b.next = all.bulletins
-        all.bulletins = b
-        eventfd_write(all.bulletins_fd, 1)
-    pthread_mutex_unlock(&all.lock)
-    return is_first
+cdef bint bulletin_put(Notices *all, Notice *one) noexcept nogil:
+    if swap32(&one.is_listed, 1):
+        return False
+    put(&all.bulletins, one)
+    eventfd_write(all.bulletins_fd, 1)
+    return True
 
 
-cdef void *bulletin_take(Notices *all) noexcept nogil:
-    cdef void *link = NULL
-    pthread_mutex_lock(&all.lock)
-    cdef Bulletin *b = all.bulletins
-    if b != NULL:
-        all.bulletins = b.next
-        b.is_listed = False
-        link = b.link
-    pthread_mutex_unlock(&all.lock)
-    return link
+cdef void *bulletin_take(Notices *all) noexcept:
+    cdef Notice *one = take(&all.bulletins)
+    if one == NULL:
+        return NULL
+    store32(&one.is_listed, 0)  # Whoever puts it there from here on has told what it says by then, or tells again.
+    return one.of

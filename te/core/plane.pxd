@@ -38,21 +38,21 @@ cdef struct Plane:
     Stager *stagers[WORKERS_MAX]  # atomic: by worker; NULL while all memory is the kernel's to touch
     Kind *to_flush[KINDS_MAX]  # kinds that must be flushed before they show what NICs have written
     u32 to_flush_n  # atomic
-    u64 links  # made so far, under the interpreter lock
     u64 connections_in, connections_out  # atomic
     u64 reply_blocks  # atomic: of all links (`Link.reply_blocks`)
+    Private *privates  # atomic: the newest first
     pthread_mutex_t lock
     # Under the lock.
-    Private *privates
     void *links_first  # all there are: Link
+    u64 links  # made so far
     Ledger ledgers[LEDGERS_MAX]  # what those counted that are gone
 
 # 0 or an errno; with an errno `plane_close` is still due.
 cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil
 cdef void plane_close(Plane *p) noexcept nogil  # no worker runs, and no link is left
 # Memory for staging, which all kinds have pinned, in slots of so many bytes; once. 0, or EINVAL for too
-# little or too much.
-cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil
+# little or too much. By a calling thread.
+cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept
 # No worker runs: whether that memory can be given back, as no copy is under way.
 cdef bint plane_unstage(Plane *p) noexcept nogil
 # Returns once each landing under way at the call, in a section or as a copy, has ended that is the

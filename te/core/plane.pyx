@@ -13,8 +13,7 @@ from te.core.sections cimport RUNNERS_MAX, quiesce
 from te.core.staging cimport SLOTS_MAX
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
-    load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-    store32, store_pointer,
+    load32, pthread_mutex_destroy, pthread_mutex_init, store32, store_pointer, swap_pointer_if,
 )
 from te.core.tags cimport tags_close, tags_init
 from te.core.worker cimport workers_close, workers_open
@@ -57,7 +56,7 @@ cdef void plane_close(Plane *p) noexcept nogil:
     pthread_mutex_destroy(&p.lock)
 
 
-cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil:
+cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept:
     # Fewer workers than it was meant for do not need all of it.
     cdef u64 part = min(nbytes / p.workers.n, 2 * slot_bytes * SLOTS_MAX)
     cdef Stager *s
@@ -115,14 +114,19 @@ cdef int plane_flush(Plane *p) noexcept nogil:
 
 
 cdef void *plane_private(Plane *p, const void *of, size_t nbytes) noexcept nogil:
-    pthread_mutex_lock(&p.lock)
-    cdef Private *one = p.privates
-    while one != NULL and one.of != of:
-        one = one.next
-    if one == NULL:
-        one = <Private *>need(sizeof(Private) + nbytes)
-        one.of = of
-        one.next = p.privates
-        p.privates = one
-    pthread_mutex_unlock(&p.lock)
-    return one + 1
+    cdef Private *first
+    cdef Private *one
+    cdef Private *new = NULL
+    while True:
+        first = one = <Private *>load_pointer(&p.privates)
+        while one != NULL and one.of != of:
+            one = one.next
+        if one != NULL:
+            free(new)
+            return one + 1
+        if new == NULL:
+            new = <Private *>need(sizeof(Private) + nbytes)
+            new.of = of
+        new.next = first
+        if swap_pointer_if(&p.privates, first, new):
+            return new + 1

@@ -244,6 +244,7 @@ cdef Protocol receiving_protocol(int over) noexcept:
     memset(&protocol, 0, sizeof(protocol))
     protocol.over = over
     protocol.moves_payload = True
+    protocol.answers = 1 << ACK
     protocol.receive = receive
     protocol.send = sending_send
     protocol.settle = settle

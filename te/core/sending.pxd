@@ -28,9 +28,6 @@ cdef struct Sending:
 cdef Ops sending_ops() noexcept
 # A write's frames are to be `frame`, unless its memory has to be staged.
 cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil
-# A write's frames are to be PULLs: the destination reaches its memory.
-cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil
-cdef void sending_submit(Transfer *t) noexcept nogil
 
 # `Protocol.send` and `.leave`.
 cdef Moved sending_send(Connection *c, int turns) noexcept nogil

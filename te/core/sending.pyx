@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.callers cimport INLINE_BYTES, call_off, kick_some, send_now
+from te.core.callers cimport INLINE_BYTES, call_off
 from te.core.connections cimport connections_free
 from te.core.frames cimport LOST, MOVED, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
@@ -59,12 +59,7 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
     else:
         s.frame = frame
         s.ahead = ahead
-
-
-cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil:
-    cdef Sending *s = <Sending *>t.own
-    s.frame = PULL
-    s.ahead = ahead
+        t.sends_at_once = t.total <= INLINE_BYTES
 
 
 cdef void settled(Transfer *t) noexcept nogil:
@@ -122,13 +117,6 @@ cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
     sending_prepare(t, SEGMENT, 0)
 
 
-cdef void sending_submit(Transfer *t) noexcept nogil:
-    if not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
-        send_now(t.link, 1, t.total)
-    else:
-        kick_some(t.link, t.total)
-
-
 cdef void release(Link *link) noexcept nogil:
     connections_free(link)
     free(link.own)
@@ -138,7 +126,6 @@ cdef Ops sending_ops() noexcept:
     cdef Ops ops = plain_ops()
     ops.transfer_bytes = sizeof(Sending)
     ops.prepare = prepare
-    ops.submit = sending_submit
     ops.cancel = cancel
     ops.cancel_read = cancel_read
     ops.settled = settled

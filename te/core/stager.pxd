@@ -14,8 +14,8 @@ cdef struct Stager:
     void *told[2]  # who was given a turn in the last one, as a slot is free, by ring
 
 # Half of the memory for each direction; the worker has it from now on. NULL if that makes no slot, or
-# too many.
-cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil
+# too many. By a calling thread.
+cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept
 # Its worker does not run. False while a copy is under way: then it, and its memory, stay.
 cdef bint stager_free(Stager *s) noexcept nogil
 # Whether all copies of the link and under the opening (NULL is any) that were under way at the call

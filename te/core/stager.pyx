@@ -7,7 +7,7 @@ from te.core.heap cimport need
 from te.core.posix cimport iovec
 from te.core.regions cimport regions_above
 from te.core.staging cimport *
-from te.core.sync cimport look_later, store32
+from te.core.sync cimport lock_as_caller, look_later, pthread_mutex_unlock, store32
 from te.core.worker cimport PolledOps, plain_polled_ops, polled_again, polled_gone, worker_add, worker_wake
 
 
@@ -86,7 +86,7 @@ OPS.arm = on_arm
 OPS.stop = on_stop
 
 
-cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil:
+cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexcept:
     cdef Stager *s = <Stager *>need(sizeof(Stager))
     cdef u64 half = nbytes / 2
     if staging_open(&s.out, base, half, slot_bytes) or staging_open(
@@ -96,7 +96,9 @@ cdef Stager *stager_new(Worker *w, void *base, u64 nbytes, u64 slot_bytes) noexc
         return NULL
     s.polled.ops = &OPS
     s.polled.is_in_memory = True
+    lock_as_caller(&w.lock)
     worker_add(w, &s.polled, -1, 0)
+    pthread_mutex_unlock(&w.lock)
     worker_wake(w)
     return s
 

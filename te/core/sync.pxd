@@ -50,11 +50,21 @@ cdef extern from "<time.h>" nogil:
         long tv_sec, tv_nsec
 
 cdef enum:
+    NEVER_NS = 0xFFFFFFFFFFFFFFFF
     LOOK_NS = 200000  # between two looks, where a device or another thread takes milliseconds
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
     int sched_getcpu()
+
+
+cdef inline void lock_as_caller(pthread_mutex_t *m) noexcept:
+    """By a thread that has the interpreter lock, which it gives up while it waits. It never waits for that one with the
+    other: a worker may want it."""
+    while pthread_mutex_trylock(m):
+        with nogil:
+            pthread_mutex_lock(m)
+            pthread_mutex_unlock(m)
 
 
 cdef inline u64 ns_of(double seconds) noexcept nogil:

@@ -45,8 +45,8 @@ cdef void tags_init(Tags *tags) noexcept nogil
 cdef void tags_close(Tags *tags) noexcept nogil
 
 # Opens a tag that is not known, as the new opening, which is taken over. Whether it was not known;
-# and in `is_open` whether it is open now.
-cdef bint tag_open(Tags *tags, Opening *new, bint *is_open) noexcept nogil
+# and in `is_open` whether it is open now. By a calling thread.
+cdef bint tag_open(Tags *tags, Opening *new, bint *is_open) noexcept
 
 # An opening that no tag leads to; one reference is the caller's. Takes over the ranges, which
 # `ranges_normalise` has made, or NULL.
@@ -54,17 +54,17 @@ cdef Opening *opening_new(u64 value, Range *ranges, u64 ranges_n) noexcept nogil
 # For that engine alone; and only for that life of it if `is_of_life`.
 cdef void opening_bind(Opening *o, const Identity *peer, bint is_of_life) noexcept nogil
 # With a reference for the caller; NULL when the tag is not known: never opened, or forgotten because
-# its fence was confirmed.
-cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil
-# The same; NULL when the tag is not open, or not for that peer.
+# its fence was confirmed. By a calling thread.
+cdef Opening *opening_asked(Tags *tags, u64 value) noexcept
+# The same, by a worker; NULL when the tag is not open, or not for that peer.
 cdef Opening *opening_find(Tags *tags, u64 value, const Identity *peer) noexcept nogil
 # Whether it is for that peer, which need not be the only one.
 cdef bint opening_admits(Opening *o, const Identity *peer) noexcept nogil
 # The sentence for a peer that finds none, which is the same whatever the cause is.
 cdef void say_not_open(char *text, size_t room, u64 value) noexcept nogil
 cdef void opening_drop(Opening *o) noexcept nogil  # NULL is none
-# Its fence is confirmed. Its tag may be known anew by then, for another opening.
-cdef void opening_forget(Tags *tags, Opening *o) noexcept nogil
+# Its fence is confirmed. Its tag may be known anew by then, for another opening. By a calling thread.
+cdef void opening_forget(Tags *tags, Opening *o) noexcept
 
 # Sorts the ranges, of which none is empty, and makes those one that overlap or touch; how many are
 # left.

@@ -7,7 +7,7 @@ from libc.string cimport memcmp, memcpy, memset
 from te.core.heap cimport need
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.sync cimport (
-    add32, load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    add32, load32, lock_as_caller, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock, u32, u64,
 )
 
@@ -28,9 +28,9 @@ cdef void tags_close(Tags *tags) noexcept nogil:
     pthread_mutex_destroy(&tags.lock)
 
 
-cdef bint tag_open(Tags *tags, Opening *new, bint *is_open) noexcept nogil:
+cdef bint tag_open(Tags *tags, Opening *new, bint *is_open) noexcept:
     cdef Opening *o
-    pthread_mutex_lock(&tags.lock)
+    lock_as_caller(&tags.lock)
     o = <Opening *>map_get(&tags.known, new.value)
     cdef bint is_new = o == NULL
     if is_new:
@@ -74,8 +74,7 @@ cdef bint opening_admits(Opening *o, const Identity *peer) noexcept nogil:
     )
 
 
-cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil:
-    pthread_mutex_lock(&tags.lock)
+cdef Opening *get_and_unlock(Tags *tags, u64 value) noexcept nogil:
     cdef Opening *o = <Opening *>map_get(&tags.known, value)
     if o != NULL:
         add32(&o.refs, 1)
@@ -83,16 +82,23 @@ cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil:
     return o
 
 
+cdef Opening *opening_asked(Tags *tags, u64 value) noexcept:
+    lock_as_caller(&tags.lock)
+    return get_and_unlock(tags, value)
+
+
 cdef Opening *opening_find(Tags *tags, u64 value, const Identity *peer) noexcept nogil:
-    cdef Opening *o = opening_get(tags, value)
+    cdef Opening *o
+    pthread_mutex_lock(&tags.lock)
+    o = get_and_unlock(tags, value)
     if o != NULL and not (load32(&o.is_open) and opening_admits(o, peer)):
         opening_drop(o)
         return NULL
     return o
 
 
-cdef void opening_forget(Tags *tags, Opening *o) noexcept nogil:
-    pthread_mutex_lock(&tags.lock)
+cdef void opening_forget(Tags *tags, Opening *o) noexcept:
+    lock_as_caller(&tags.lock)
     if <Opening *>map_get(&tags.known, o.value) == o:
         map_take(&tags.known, o.value)
         opening_drop(o)

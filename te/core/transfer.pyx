@@ -59,7 +59,7 @@ cdef Transfer *transfer_new(
     t.held = held
     t.held_n = held_n
     t.refs = 1
-    t.notice.what = t
+    t.notice.of = t
     t.own = t + 1
     t.submitted_ns = now_ns()
     return t
@@ -103,8 +103,8 @@ cdef void let_go(Transfer *t) noexcept nogil:
 cdef void tell(Transfer *t, u32 status, int code) noexcept nogil:
     """Counts its outcome. A link that has died is no reason: it has one."""
     cdef Link *link = t.link
-    if code == LINK_DIED and link.code:
-        code = link.code
+    if code == LINK_DIED and link.death.code:
+        code = link.death.code
     count(&link.outcomes.by_status[status], 1)
     if status == FAILED:
         count(&link.outcomes.failed[code_of(code)], 1)

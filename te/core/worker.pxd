@@ -29,8 +29,9 @@ cdef struct PolledOps:
     # Before the worker sleeps: asks to be woken up. True if there is something to do already. What
     # nobody wakes a worker up for sets `Worker.naps`.
     bint (*arm)(Polled *p) noexcept nogil
-    # Now and then: its deadlines, which `Silence` measures.
-    void (*check)(Polled *p, u64 now) noexcept nogil
+    # Now and then: its deadlines, which `Silence` measures. False if it has none: then it is asked again behind
+    # a later turn of its worker, so what gives it one happens in such a turn, or wakes the worker up.
+    bint (*check)(Polled *p, u64 now) noexcept nogil
     # The engine is being closed.
     void (*stop)(Polled *p) noexcept nogil
     # It has gone, and the worker forgets it.
@@ -91,17 +92,20 @@ cdef struct Worker:
     Runner *runner  # NULL while nobody runs it; its own thread's, and changed by who takes it over
     Spin spin
     int epoll, eventfd
+    int timer  # set by who has borrowed its turn while it sleeps without an end
     u32 sleeping, kicked  # atomic
     u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
     Section section
     pthread_mutex_t turn
     u32 wanted  # atomic: the worker's own threads that wait for the turn, before any caller
     bint is_lent  # a calling thread has the turn
+    bint will_check  # a look at deadlines is to come. Changed in its turn
     Command *commands  # atomic: the newest first; ENDED once nobody will run them any more
     Command *next_command  # of those that were taken off that list, in order
     Command *last_command
     pthread_mutex_t lock
-    Polled *adopted  # under the lock
+    Polled *adopted  # under the lock, as the next
+    bint has_ended  # nothing is taken over any more
     Polled *polled
     u64 due_ns  # when something that it polls has to have its next turn at the latest: `worker_by`
     bint has_gone  # something that it polls
@@ -116,7 +120,9 @@ cdef struct Workers:
     Runner runners[RUNNERS_MAX]
     u32 runners_n  # atomic: those that are not free
     u32 threads  # atomic: that were started here; one of them looks who waits for too long
-    u32 is_watched  # atomic
+    u32 is_watched  # atomic: there is that thread
+    u32 will_watch  # atomic: it is to look soon, and its timer is set
+    int watch_timer
     int pid  # of the process that has them: a child of fork(2) has not
     pthread_mutex_t lock  # of who takes a worker over
 
@@ -138,11 +144,14 @@ cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil
 cdef void workers_close(Workers *all) noexcept nogil  # none of them runs
 # From now on some of what they poll may have them wait for another process. Any thread.
 cdef void workers_watch(Workers *all) noexcept nogil
+# Somebody waits: the thread that watches has a look, in a while.
+cdef void watch_soon(Workers *all) noexcept nogil
 cdef void workers_stop(Workers *all) noexcept nogil  # asks them to end everything and themselves
 # The whole life of a worker; without the interpreter lock. Also after another thread has taken the
 # worker over it only returns once that one, too, has ended.
 cdef void worker_work(Worker *w) noexcept nogil
-# Gives it something to poll. 0, or an errno of epoll_ctl(2) for its descriptor (-1: it has none).
+# Gives it something to poll. 0, or an errno: of epoll_ctl(2) for its descriptor (-1: it has none), or ESHUTDOWN
+# once it has ended. By a calling thread, with the worker's lock (`lock_as_caller`).
 cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil
 cdef void worker_wake(Worker *w) noexcept nogil
 # Its turn: waits for it, by the worker's own threads.
@@ -164,6 +173,8 @@ cdef void worker_by(Worker *w, u64 at_ns) noexcept nogil
 cdef void worker_soon(Worker *w) noexcept nogil
 # Has workers that copy do so on different processors: woken up by one source they start on one.
 cdef void worker_spread(Worker *w) noexcept nogil
+# Has it look at deadlines (`check`) once the descriptor is readable, which is told once. 0 or an errno. Any thread.
+cdef int worker_checks_at(Worker *w, int fd) noexcept nogil
 # Has epoll wait for a descriptor of it, by its worker; 0 or an errno. And changes what for.
 cdef int polled_attach(Polled *p, int fd, u32 events) noexcept nogil
 cdef void polled_watch(Polled *p, int fd, u32 events) noexcept nogil
@@ -178,11 +189,12 @@ cdef inline bint has_left(Runner *r) noexcept nogil:
     return load32(&r.state) == RUNNER_LEFT
 
 
-cdef inline void runner_wait(Runner *r) noexcept nogil:
+cdef inline void runner_wait(Workers *all, Runner *r) noexcept nogil:
     """It waits for another process from now on. What it was called for knows that by then: whoever
     takes the worker over may come to it at once."""
     store64(&r.since_ns, now_ns())
     store32(&r.state, RUNNER_WAITS)
+    watch_soon(all)
 
 
 cdef inline bint runner_go_on(Runner *r) noexcept nogil:

@@ -15,6 +15,7 @@ cdef enum:
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
     LONG_NS = 1000000000  # of a wait that somebody ends
+    LONG_MS = 1000000000  # the same, of which epoll_wait(2) takes milliseconds
     WATCH_NS = 50000000  # between two looks at who waits; who does at both has waited for too long
     # A device tells nobody that a copy is over. With the kernel's own slack, 50 us (prctl(2),
     # PR_SET_TIMERSLACK), this is 80 us.
@@ -28,8 +29,8 @@ cdef void nothing(Polled *p) noexcept nogil:
     pass
 
 
-cdef void no_deadline(Polled *p, u64 now) noexcept nogil:
-    pass
+cdef bint no_deadline(Polled *p, u64 now) noexcept nogil:
+    return False
 
 
 cdef bint never(Polled *p) noexcept nogil:
@@ -69,16 +70,18 @@ cdef u64 counts_most_ns(u64 check_ns, u64 stall_ns) noexcept nogil:
 
 cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
     cdef u32 i
+    cdef int errnum
     cdef Worker *w
     cdef epoll_event e
     all.n = n
+    all.watch_timer = -1
     all.pid = getpid()
     pthread_mutex_init(&all.lock, NULL)
     for i in range(n):
         w = &all.of[i]
         w.all = all
         w.index = i
-        w.epoll = w.eventfd = -1
+        w.epoll = w.eventfd = w.timer = -1
         w.spin.most_ns = spin_ns
         w.spin.may_move = True
         pthread_mutex_init(&w.lock, NULL)
@@ -88,13 +91,19 @@ cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
         w.epoll = epoll_create1(EPOLL_CLOEXEC)
         if w.epoll >= 0:
             w.eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
-        if w.eventfd < 0:
+        if w.eventfd >= 0:
+            w.timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC)
+        if w.timer < 0:
             return last_errno()
         e.events = EPOLLIN
         e.data.ptr = NULL
         if epoll_ctl(w.epoll, EPOLL_CTL_ADD, w.eventfd, &e) < 0:
             return last_errno()
-    return 0
+        errnum = worker_checks_at(w, w.timer)
+        if errnum:
+            return errnum
+    all.watch_timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC)
+    return 0 if all.watch_timer >= 0 else last_errno()
 
 
 cdef void workers_close(Workers *all) noexcept nogil:
@@ -106,8 +115,12 @@ cdef void workers_close(Workers *all) noexcept nogil:
             close(all.of[i].epoll)
         if all.of[i].eventfd >= 0:
             close(all.of[i].eventfd)
+        if all.of[i].timer >= 0:
+            close(all.of[i].timer)
         pthread_mutex_destroy(&all.of[i].lock)
         pthread_mutex_destroy(&all.of[i].turn)
+    if all.watch_timer >= 0:
+        close(all.watch_timer)
     pthread_mutex_destroy(&all.lock)
 
 
@@ -115,22 +128,29 @@ cdef void workers_stop(Workers *all) noexcept nogil:
     cdef u32 i
     store32(&all.stop, 1)
     futex_wake_all(&all.stop)
+    ring_in(all.watch_timer, 1)
     for i in range(all.n):
         store32(&all.of[i].kicked, 1)
         eventfd_write(all.of[i].eventfd, 1)
 
 
 cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil:
-    cdef int errnum = 0
+    cdef int errnum
     p.worker = w
-    pthread_mutex_lock(&w.lock)
-    if fd >= 0:
+    errnum = ESHUTDOWN if w.has_ended else 0
+    if errnum == 0 and fd >= 0:
         errnum = polled_attach(p, fd, events)
     if errnum == 0:
         p.next = w.adopted
         w.adopted = p
-    pthread_mutex_unlock(&w.lock)
     return errnum
+
+
+cdef int worker_checks_at(Worker *w, int fd) noexcept nogil:
+    cdef epoll_event e
+    e.events = EPOLLIN | EPOLLET
+    e.data.ptr = w
+    return last_errno() if epoll_ctl(w.epoll, EPOLL_CTL_ADD, fd, &e) < 0 else 0
 
 
 cdef int polled_attach(Polled *p, int fd, u32 events) noexcept nogil:
@@ -184,6 +204,9 @@ cdef bint worker_borrow(Worker *w) noexcept nogil:
 
 cdef void worker_return(Worker *w) noexcept nogil:
     cdef bint has_more = w.next_command != NULL
+    if not w.will_check:
+        w.will_check = True
+        ring_in(w.timer, w.all.check_ns)
     w.is_lent = False
     pthread_mutex_unlock(&w.turn)
     if has_more:
@@ -355,7 +378,7 @@ cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nog
     cdef Polled *p = w.polled
     cdef bint busy = False
     w.wakeup_due = False
-    w.due_ns = <u64>-1
+    w.due_ns = NEVER_NS
     worker_obey(w)
     while p != NULL:
         # Of small transfers: they are not to wait for all that moves many bytes.
@@ -375,12 +398,34 @@ cdef void stop_all(Worker *w) noexcept nogil:
         p = p.next
 
 
-cdef void check_all(Worker *w, u64 now) noexcept nogil:
+cdef bint check_all(Worker *w, u64 now) noexcept nogil:
+    """Whether anything has a deadline."""
     cdef Polled *p = w.polled
+    cdef bint found = False
     while p != NULL:
         if not p.has_gone:
-            p.ops.check(p, now)
+            found |= p.ops.check(p, now)
         p = p.next
+    return found
+
+
+cdef u64 next_check(Worker *w, u64 check_at, u64 now) noexcept nogil:
+    """Looks at deadlines if that is due; when it is due again. Behind a look that has found none it is not, until
+    there is another turn, by the worker or in its place (`worker_return`): that may begin something."""
+    if check_at == NEVER_NS:
+        check_at = now + w.all.check_ns
+    elif now >= check_at:
+        check_at = now + w.all.check_ns if check_all(w, now) or load32(&w.all.stop) else NEVER_NS
+    w.will_check = check_at != NEVER_NS
+    return check_at
+
+
+cdef bint has_nothing_more(Worker *w) noexcept nogil:
+    """Whether it has been given nothing since it last looked; then it ends."""
+    pthread_mutex_lock(&w.lock)
+    w.has_ended = w.adopted == NULL
+    pthread_mutex_unlock(&w.lock)
+    return w.has_ended
 
 
 cdef void run(Worker *w, Runner *me) noexcept nogil:
@@ -402,7 +447,8 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
             if armed(w) and now < until:
                 naps = w.naps
                 if not naps:
-                    timeout_ms = <int>((until - now) / 1000000) + 1
+                    timeout_ms = -1 if until == NEVER_NS else <int>min(
+                        (until - now) / 1000000 + 1, <u64>LONG_MS)
         wakeup_due = w.wakeup_due
         worker_give(w)
         if naps:
@@ -418,6 +464,8 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
             p = <Polled *>events[i].data.ptr
             if p == NULL:
                 eventfd_read(w.eventfd, &value)
+            elif <Worker *>p == w:
+                check_at = 0 if check_at == NEVER_NS else check_at  # Else it is due soon.
             else:
                 busy |= p.ops.event(p, is_patient)
                 if has_left(me):
@@ -433,7 +481,7 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
         if w.has_gone:
             worker_adopt(w)  # An event may have ended something before it was taken over.
             sweep(w)
-        if stopping and w.polled == NULL:
+        if stopping and w.polled == NULL and has_nothing_more(w):
             end_commands(w)
             worker_give(w)
             return
@@ -442,9 +490,7 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
             active = now
             spin_paid(&w.spin)
         waiting = not busy
-        if now >= check_at:
-            check_all(w, now)
-            check_at = now + w.all.check_ns
+        check_at = next_check(w, check_at, now)
 
 
 # -- its threads
@@ -484,6 +530,7 @@ cdef void await_threads(Workers *all) noexcept nogil:
     cdef u32 n = load32(&all.threads)
     futex_wake_all(&all.stop)
     while n and getpid() == all.pid:
+        ring_in(all.watch_timer, 1)
         futex_wait(&all.threads, n, LONG_NS)
         n = load32(&all.threads)
 
@@ -506,6 +553,15 @@ cdef Worker *waiting_worker(Workers *all, u64 *seen) noexcept nogil:
             found = &all.of[i]
         seen[i] = since
     return found
+
+
+cdef bint any_waits(const Workers *all, const u64 *seen) noexcept nogil:
+    """At the last look."""
+    cdef u32 i
+    for i in range(all.n):
+        if seen[i]:
+            return True
+    return False
 
 
 cdef bint take_over(Worker *w, Runner *me) noexcept nogil:
@@ -544,20 +600,29 @@ cdef void run_instead(Workers *all, Worker *w) noexcept nogil:
     runner_give(all, me)
 
 
+cdef void watch_soon(Workers *all) noexcept nogil:
+    if load32(&all.will_watch) == 0 and swap32(&all.will_watch, 1) == 0:
+        ring_in(all.watch_timer, WATCH_NS)
+
+
 cdef void *watch(void *of) noexcept nogil:
-    """One thread looks which workers wait for too long. It takes such a one over, and another thread
-    looks from then on."""
+    """One thread looks which workers wait for too long, as long as any waits. It takes such a one over, and another
+    thread looks from then on."""
     cdef Workers *all = <Workers *>of
     cdef u64 seen[WORKERS_MAX]
+    cdef u64 rings
     cdef Worker *w = NULL
     memset(seen, 0, sizeof(seen))
     name_thread(b"te-watch")
     while not load32(&all.stop):
+        store32(&all.will_watch, 0)  # Who waits from here on says so again (`runner_wait`).
         w = waiting_worker(all, seen)
         if w != NULL and load32(&all.runners_n) < RUNNERS_MAX and start_watch(all):
             run_instead(all, w)
             break
-        futex_wait(&all.stop, 0, WATCH_NS)
+        if any_waits(all, seen):
+            watch_soon(all)
+        eventfd_read(all.watch_timer, &rings)  # A timer is read like an eventfd.
     add32(&all.threads, -1)
     futex_wake_all(&all.threads)  # Its address alone is used: the engine may be gone.
     return NULL

@@ -217,9 +217,12 @@ class Call:
 class Join(ABC):
     """What the transport does with a connection that is to carry frames of a link."""
 
+    #: Whether ``check`` may block: then it is called on another thread.
+    may_block: ClassVar[bool] = False
+
     @abstractmethod
     def check(self) -> bytes:
-        """The body of the welcome, once there is room for the connection; ``TransportRefused``."""
+        """The body of the welcome; ``TransportRefused``, ``OSError``."""
 
     @abstractmethod
     def begin(self) -> IncomingLink:
@@ -231,7 +234,7 @@ class Join(ABC):
         ended, ``OSError``: then nothing was taken."""
 
     def close(self) -> None:
-        """Gives back what the link did not get."""
+        """Gives back what the link did not get; also while ``check`` is under way."""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,9 @@ typedef struct Endpoint {
     /* The last step of one that another side dialled: tells it the word, after which it may send.
      * NULL for one that is connected. */
     int (*accept)(struct Endpoint *e, uint64_t word);
-    void (*release)(struct Endpoint *e); /* destroys all of it, and `e` */
+    /* Destroys all of it, and `e`. Where the device does not destroy the queue pair, which may write
+     * for as long, nothing is destroyed, and it can be called again. */
+    int (*release)(struct Endpoint *e);
     uint32_t fault; /* atomic: the type of an event of the device that says that it is broken */
 } Endpoint;
 

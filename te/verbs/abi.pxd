@@ -101,7 +101,7 @@ cdef extern from "verbs/abi.h" nogil:
         void (*take_events)(Endpoint *) noexcept nogil
         int (*to_error)(Endpoint *) noexcept nogil
         int (*accept)(Endpoint *, uint64_t) noexcept nogil
-        void (*release)(Endpoint *) noexcept nogil
+        int (*release)(Endpoint *) noexcept nogil
         uint32_t fault
     enum:
         WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE

@@ -15,13 +15,16 @@ cdef int endpoint_to_error(Endpoint *e) noexcept nogil:
     return lib.modify_qp(e.qp, &a, QP_STATE)
 
 
-cdef void endpoint_release(Endpoint *e) noexcept nogil:
-    """In the order that the libraries ask for; what a dead device answers does not matter here."""
+cdef int endpoint_release(Endpoint *e) noexcept nogil:
+    """In the order that the libraries ask for. A device that has gone has no queue pair any more."""
+    cdef int errnum = 0
     if e.qp != NULL:
         if e.cm != NULL:
             lib.cm_destroy_qp(e.cm)
         else:
-            lib.destroy_qp(e.qp)
+            errnum = lib.destroy_qp(e.qp)
+        if errnum and errnum != EIO and errnum != ENODEV:
+            return errnum
     if e.cm != NULL:
         lib.cm_destroy_id(e.cm)
     if e.cm_channel != NULL:
@@ -35,6 +38,7 @@ cdef void endpoint_release(Endpoint *e) noexcept nogil:
         lib.dereg_mr(e.scratch_mr)
     free(e.scratch)
     free(e)
+    return 0
 
 
 cdef Endpoint *endpoint_new(DeviceContext device, uint32_t send_depth, uint32_t receive_depth) except NULL:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The two shared libraries, opened at run time.
 
-from libc.errno cimport ECONNREFUSED, EINTR, ENODEV, ENOSYS, ETIMEDOUT, errno
+from libc.errno cimport ECONNREFUSED, EINTR, EIO, ENODEV, ENOSYS, ETIMEDOUT, errno
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset

@@ -23,12 +23,16 @@ volatile int is_flooded;        /* whatever the calling thread receives is the f
 char flood[64];                 /* what comes again and again, flood_nbytes of it */
 volatile int flood_nbytes;
 volatile int holds_next_worker; /* the next worker that is woken up stands still, without its turn, */
+volatile int holds_next_look;   /* or the next that looks for events, before it does, */
 volatile int workers_held;      /* which is counted here, */
 volatile int goes_on;           /* until this is set */
+volatile int locks_to_hold;     /* the worker that takes the last of so many locks stands still with it until goes_on, */
+volatile int lock_is_held;      /* which is said here meanwhile */
 volatile int holds_senders;     /* a worker whose peer takes nothing waits, in its turn, until that is 0 */
 volatile int senders_held;      /* that have begun to */
 volatile int stood_still_s;     /* by so much the workers' clock goes on at once */
 volatile int sleeps_over;       /* of workers whom nothing has woken up: a check was due */
+void (*volatile between)(void); /* what another thread does whenever the calling thread has given a lock back */
 
 static int is_caller(void) { return syscall(SYS_gettid) == getpid(); }
 
@@ -41,23 +45,62 @@ static int is_worker(void)
 
 static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
 
+static int has_interpreter(void)
+{
+    static int (*check)(void);
+    if (!check)
+        check = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    return check();
+}
+
+static int took_lock(int failed)
+{
+    if (failed || !locks_to_hold || !is_worker() || __sync_sub_and_fetch(&locks_to_hold, 1))
+        return failed;
+    lock_is_held = 1;
+    while (!goes_on)
+        usleep(1000);
+    lock_is_held = 0;
+    return 0;
+}
+
+int pthread_mutex_lock(pthread_mutex_t *mutex)
+{
+    static int (*real)(pthread_mutex_t *);
+    if (!real)
+        real = next("pthread_mutex_lock");
+    return took_lock(real(mutex));
+}
+
 int pthread_mutex_trylock(pthread_mutex_t *mutex)
 {
     static int (*real)(pthread_mutex_t *);
-    static int (*has_lock)(void);
     if (!real)
         real = next("pthread_mutex_trylock");
-    int failed = real(mutex);
+    int failed = took_lock(real(mutex));
     if (!failed || !slow_caller_us || !is_caller())
         return failed;
-    if (!has_lock)
-        has_lock = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-    if (has_lock()) /* The next attempt, without the interpreter lock, would find what this one has lost. */
+    if (has_interpreter()) /* The next attempt, without the interpreter lock, would find what this one has lost. */
         return failed;
     int us = slow_caller_us;
     slow_caller_us = 0;
     callers_put_off++;
     usleep(us);
+    return failed;
+}
+
+int pthread_mutex_unlock(pthread_mutex_t *mutex)
+{
+    static int (*real)(pthread_mutex_t *);
+    if (!real)
+        real = next("pthread_mutex_unlock");
+    int failed = real(mutex);
+    void (*does)(void) = between;
+    if (does && is_caller() && has_interpreter()) { /* Not one of the interpreter's own locks. */
+        between = NULL;
+        does();
+        between = does;
+    }
     return failed;
 }
 
@@ -86,19 +129,26 @@ ssize_t recv(int fd, void *into, size_t nbytes, int flags)
     return nbytes;
 }
 
+static void stand_still(volatile int *next_one)
+{
+    if (!*next_one || !is_worker() || !__sync_bool_compare_and_swap(next_one, 1, 0))
+        return;
+    workers_held++;
+    while (!goes_on)
+        usleep(1000);
+}
+
 int epoll_wait(int fd, struct epoll_event *events, int most, int timeout_ms)
 {
     static int (*real)(int, struct epoll_event *, int, int);
     if (!real)
         real = next("epoll_wait");
+    stand_still(&holds_next_look);
     int n = real(fd, events, most, timeout_ms);
     if (n == 0 && timeout_ms > 0 && is_worker())
         __sync_fetch_and_add(&sleeps_over, 1);
-    if (n > 0 && holds_next_worker && is_worker() && __sync_bool_compare_and_swap(&holds_next_worker, 1, 0)) {
-        workers_held++;
-        while (!goes_on)
-            usleep(1000);
-    }
+    if (n > 0)
+        stand_still(&holds_next_worker);
     return n;
 }
 

@@ -9,6 +9,7 @@ from typing import Final
 import pytest
 from te_contract import WAYS, Pair, Way, paired
 
+from te import status
 from te.transports.tcp import kernel_tls
 
 #: Less than the time-out of a test.
@@ -18,10 +19,13 @@ PATIENCE_S: Final = 30.0
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
     """What nobody holds up has the time of a loaded machine, where a thread may stand still for
-    seconds: engines that close, and who has connected and is about to call."""
+    seconds: engines that close, who has connected and is about to call, who is asked, and who
+    looks into another process's memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("te.engine.CLOSE_TIMEOUT_S", PATIENCE_S)
         patch.setattr("te.connect.admission.FIRST_BYTE_TIMEOUT_S", PATIENCE_S)
+        patch.setattr(status.ask, "__defaults__", (None, PATIENCE_S))
+        patch.setattr("te.transports.samehost.reach.LOOK_TIMEOUT_S", PATIENCE_S)
         yield
 
 

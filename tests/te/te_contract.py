@@ -125,7 +125,7 @@ WAYS: Final = [
         Way("tcp", _encrypted(by_kernel=True)),
         id="tcp-encrypted-by-kernel",
         # It is about the testbed's kernel, so one of its drivers is enough.
-        marks=[pytest.mark.rdma, pytest.mark.driver("rxe")],
+        marks=[pytest.mark.rdma, pytest.mark.driver("rxe"), pytest.mark.by_turns(alone=True)],
     ),
     pytest.param(Way("samehost", _of_config("samehost")), id="samehost"),
     pytest.param(

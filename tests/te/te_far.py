@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import te
+from te.transports.samehost import reach
 
 DEADLINE_S = 60.0
 
@@ -29,6 +30,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < give_up_s, f"after {DEADLINE_S} s still not: {what}"
         time.sleep(0.002)
+
+
+def wait_until_stopped(pid: int) -> None:
+    """A SIGSTOP is on its way for a while; then the process has the state T."""
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it has stopped")
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
@@ -87,9 +94,7 @@ class FarEngine:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
         if number == signal.SIGSTOP:
-            # The signal is on its way; wait until it has arrived (state T).
-            stat = Path(f"/proc/{self.process.pid}/stat")
-            wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "frozen")
+            wait_until_stopped(self.process.pid)
 
     def end(self) -> None:
         self.process.kill()
@@ -115,6 +120,7 @@ class Far:
         self.transfers: list[te.Transfer] = []
 
     def start(self, config: dict[str, Any]) -> str:
+        reach.LOOK_TIMEOUT_S = DEADLINE_S  # A thread of this process may stand still for seconds.
         config = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
         self.engine = te.Engine(te.Config(**config))
         return self.engine.id

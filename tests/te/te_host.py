@@ -36,12 +36,17 @@ def memory_file(nbytes: int, content: bytes = b"", at: int = 0) -> int:
     return fd
 
 
+def rail_asked(card: bytes, **changes: Any) -> socket.socket:
+    """A connection that asks for a rail on the same host."""
+    sock, fd = dial_unix(card), make_rings()
+    socket.send_fds(sock, [host_hello(sock, card, **changes)], [fd])
+    os.close(fd)
+    return sock
+
+
 def rail_refused(card: bytes, **changes: Any) -> str:
     """Why a rail on the same host is refused."""
-    with dial_unix(card) as sock:
-        fd = make_rings()
-        socket.send_fds(sock, [host_hello(sock, card, **changes)], [fd])
-        os.close(fd)
+    with rail_asked(card, **changes) as sock:
         return refusal(sock).reason
 
 

@@ -6,20 +6,39 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import queue
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from te_direct import NullEngine
+from te_asleep import await_sleep, tasks
+from te_direct import NullEngine, RawDirectSource, ask, word
 from te_far import is_readable, wait_until
-from te_frames import BLOCK, HEADER, LANDING, REPLY, AckStatus, Kind, ack, header, segment, trailer
-from te_raw import RawListener, read_exactly
+from te_frames import (
+    BLOCK,
+    HEADER,
+    LANDING,
+    REPLY,
+    AckStatus,
+    Kind,
+    ack,
+    end,
+    header,
+    note,
+    segment,
+    trailer,
+)
+from te_raw import RawListener, RawSource, read_exactly
 from te_two_rails import TwoRails
 
 import te
+from te.transports.rdma._core import RdmaLink
 from te_bench._null import Wires
 
 TIMEOUT_S: Final = 30.0
@@ -27,7 +46,14 @@ FAR: Final = 1 << 20
 NBYTES: Final = 1 << 12
 #: Far more than the kernel keeps for a peer that reads nothing.
 MUCH: Final = 1 << 25
-STALL_S: Final = 0.5
+#: Within it the far side by hand answers, also on a busy machine.
+STALL_S: Final = 3.0
+LONGER_S: Final = 1.5 * STALL_S
+#: Of a transfer that callers leave to workers.
+LARGE: Final = 1 << 20
+#: More than a worker takes from a link's beginning to the end of its first transfers.
+LOCKS: Final = 40
+WC_RETRY_EXC_ERR: Final = 12  # ibv_poll_cq(3): nobody answers at the other end
 #: Who waits sleeps at once, if nothing is there.
 CONFIG: Final = te.Config(
     transports=("tcp",),
@@ -44,6 +70,18 @@ def number(name: str) -> ctypes.c_int:
     return ctypes.c_int.in_dll(_hooks, name)
 
 
+@contextlib.contextmanager
+def doing_between(what: Callable[[], None]) -> Iterator[None]:
+    """Does that whenever this thread, with the interpreter lock, gives back another lock."""
+    between = ctypes.c_void_p.in_dll(_hooks, "between")
+    called = ctypes.CFUNCTYPE(None)(what)
+    between.value = ctypes.cast(called, ctypes.c_void_p).value
+    try:
+        yield
+    finally:
+        between.value = None
+
+
 def write_for_ever(peer: te.Peer, src: Any) -> te.Transfer:
     """Nobody answers it."""
     return peer.write(te.Blocks.of(src.ctypes.data, FAR, src.nbytes))
@@ -53,6 +91,12 @@ def wait_in_vain(transfer: te.Transfer, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         transfer.wait(timeout_s)
         raise AssertionError(transfer)
+
+
+def wait_a_moment(transfer: te.Transfer, timeout_s: float) -> None:
+    """Who may answer it stands still, or does not."""
+    with contextlib.suppress(TimeoutError):
+        transfer.wait(timeout_s)
 
 
 def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
@@ -78,11 +122,11 @@ def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
         threading.Thread(target=answer_reads, daemon=True).start()
         write = write_for_ever(peer, src)
         wait_in_vain(write, 0.01)
-        number("slow_worker_us").value = 200_000
+        number("slow_worker_us").value = 600_000
         read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
         while not number("workers_reading").value:
             time.sleep(0.001)
-        number("slow_caller_us").value = 600_000
+        number("slow_caller_us").value = 1_800_000
         wait_in_vain(write, 0.01)
         assert number("callers_put_off").value == 1
         assert read.wait(TIMEOUT_S) is te.Status.DONE
@@ -110,7 +154,7 @@ def the_worker_of_another_connection_stands_still() -> None:
     dst = np.zeros(NBYTES, np.uint8)
     with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
         engine.register(dst)
-        number("slow_worker_us").value = round(4 * STALL_S * 1e6)
+        number("slow_worker_us").value = round(LONGER_S * 1e6)
         read = link.peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
         transfer, _ = link.take(Kind.READ)
         link.reply(1, transfer, dst.ctypes.data, bytes([9]) * NBYTES)
@@ -125,6 +169,7 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
         CONFIG, workers=2, rails=2, stall_timeout_s=STALL_S, socket_buffer_bytes=1 << 12
     )
     src, dst = np.zeros(1 << 18, np.uint8), np.zeros((2, NBYTES), np.uint8)
+    before = tasks()
     with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
         engine.register(src)
         engine.register(dst)
@@ -133,6 +178,8 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
         for one, rail in zip(dst, link.rails, strict=True):  # They take turns.
             reads.append(link.peer.read(te.Blocks.of(FAR, one.ctypes.data, NBYTES)))
             numbers.append(link.take(Kind.READ, rail)[0])
+        # A worker that has just sent looks for more to send: then the second one would take it.
+        await_sleep(before, wakes_by_itself=True)
         large = write_for_ever(link.peer, src)
         assert is_readable(owners, TIMEOUT_S)
         # While the owner's connection is busy the other one takes it, and so brings its answer.
@@ -145,7 +192,7 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
         number("holds_next_worker").value = 1
         link.reply(1, numbers[0], dst[0].ctypes.data, bytes([9]) * NBYTES)
         wait_until(lambda: number("workers_held").value, "the second connection's worker stands")
-        until_s = time.monotonic() + 4 * STALL_S
+        until_s = time.monotonic() + LONGER_S
         while time.monotonic() < until_s:
             wait_in_vain(small, 0.01)
         number("goes_on").value = 1
@@ -195,6 +242,171 @@ def a_process_stands_still_whose_rail_has_work() -> None:
         wires.hold(False)
         assert write.wait(TIMEOUT_S) is te.Status.DONE
         assert peer.stats().rails[0].reason == ""
+
+
+def a_rail_is_lost_before_its_worker_has_it() -> None:
+    """Its source has connected it, used it and given it up while the worker stood still: nothing
+    more lands by it."""
+    wires = Wires()
+    with (
+        NullEngine(wires, 1, spin_s=0.0) as engine,
+        contextlib.closing(RawDirectSource(engine.card(), wires)) as source,
+    ):
+        number("holds_next_look").value = 1
+        engine.expect(1)
+        source.send(ask(1, 1, tag=1))
+        source.granted()
+        wait_until(lambda: number("workers_held").value, "the worker stands")
+        pair = source.rail()
+        assert pair is not None
+        source.send(word(Kind.RAIL_LOST, 0, 1, []))
+        number("goes_on").value = 1
+        assert source.await_frame(Kind.RAIL_CLOSED).tag == 1
+        pair.send_marks([0])
+        assert [status for status, _ in pair.poll()] == [WC_RETRY_EXC_ERR]
+
+
+def a_tag_is_fenced_while_a_link_is_made() -> None:
+    """One for all engines, under which a peer may write: the owners of all links are told, that of
+    the new one, too."""
+    wires = Wires()
+    with (
+        NullEngine(wires, 1) as engine,
+        contextlib.closing(RawDirectSource(engine.card(), wires)) as source,
+    ):
+        assert source.rail() is not None
+        tags, fences = list(range(1, 9)), []
+        for tag in tags:
+            engine.expect(tag)
+            source.send(ask(tag, 1, tag=tag))
+            source.granted()
+
+        def fence() -> None:
+            if tags:
+                fences.append(engine.revoke(tags.pop()))
+                fences[-1].poll()
+
+        with doing_between(fence):
+            link = RdmaLink(engine._plane, True)
+        assert fences
+        assert link.alive
+        for one in fences:
+            assert one.wait(TIMEOUT_S) == 0
+
+
+def a_note_comes_whenever_one_is_taken() -> None:
+    """They wait for the next call."""
+    with te.Engine(CONFIG) as engine:
+        source = RawSource(engine.card(), "tcp")
+        numbers = itertools.count(1)
+
+        def send() -> None:
+            turn = next(numbers)
+            source.send(note(turn, b"%d" % turn), end(turn))
+            source.ack()  # Of what comes behind the note.
+
+        def send_more() -> None:
+            if next(more, False):
+                send()
+
+        more = iter([True] * 50)
+        for _ in range(3):
+            send()
+        with source.sock, doing_between(send_more):
+            taken = engine.take_notes()
+        assert [one.data for one in taken] == [b"1", b"2", b"3"]
+        assert engine.take_notes()[0].data == b"4"
+
+
+class Pair:
+    """Two engines of this process, and a peer of the first that stands for the second."""
+
+    def __init__(self, source: te.Engine, target: te.Engine) -> None:
+        self.source, self.target = source, target
+        self._src, self._dst = np.full(LARGE, 7, np.uint8), np.zeros(LARGE, np.uint8)
+        source.register(self._src)
+        target.register(self._dst, remote="read-write")
+        self.peer = source.connect(target.card())
+        self.told: queue.SimpleQueue[te.Transfer] = queue.SimpleQueue()
+        self._transfers = 0
+
+    def write(self, nbytes: int, tag: int = 0) -> te.Transfer:
+        blocks = te.Blocks.of(self._src.ctypes.data, self._dst.ctypes.data, nbytes)
+        transfer = self.peer.write(blocks, tag)
+        transfer.add_done_callback(self.told.put)
+        self._transfers += 1
+        return transfer
+
+    def work(self, is_enough: threading.Event) -> None:
+        """All that takes locks."""
+        self.target.expect(1)
+        while not is_enough.is_set():
+            self.peer.send_note(b"a note")
+            for nbytes in (NBYTES, LARGE):
+                wait_a_moment(self.write(nbytes, 1), 0.01)
+
+    def await_all(self) -> None:
+        """Each transfer has its outcome, which was told once."""
+        for _ in range(self._transfers):
+            assert self.told.get(timeout=TIMEOUT_S).poll() is not te.Status.PENDING
+        assert self.told.empty()
+
+
+def call_while_a_lock_is_held(pair: Pair, locks: int) -> None:
+    """A worker has the last of so many locks that it takes until these calls have returned."""
+    number("goes_on").value = 0
+    number("locks_to_hold").value = locks
+    is_enough = threading.Event()
+    card = pair.source.card()
+    with ThreadPoolExecutor(5) as pool, contextlib.ExitStack() as undo:
+        undo.callback(is_enough.set)
+        undo.callback(setattr, number("goes_on"), "value", 1)
+        # Which may have to wait for that lock; then others have the interpreter.
+        waits: list[Future[Any]] = [pool.submit(pair.work, is_enough)]
+        wait_until(lambda: number("lock_is_held").value, "a worker stands with a lock")
+        is_enough.set()
+        others: tuple[Callable[[], Any], ...] = (
+            pair.target.take_notes,
+            lambda: pair.target.arrived(1),
+            lambda: pair.target.connect(card),  # a new link, whose ends both engines' workers get
+            pair.source.stats,
+        )
+        waits.extend(pool.submit(call) for call in others)
+        for nbytes in (NBYTES, LARGE):
+            transfers = [pair.write(nbytes) for _ in range(4)]
+            for transfer in transfers:
+                transfer.poll()
+                wait_a_moment(transfer, 0.001)
+                transfer.cancel()
+        assert number("lock_is_held").value
+        number("goes_on").value = 1
+        for one in waits:
+            one.result(TIMEOUT_S)
+    wait_until(lambda: not number("lock_is_held").value, "the worker goes on")
+    pair.await_all()
+    pair.target.fence(1, TIMEOUT_S)
+    assert pair.write(NBYTES).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def a_worker_stands_still_with_a_lock(make: Callable[[], te.Engine] | None = None) -> None:
+    """Whichever it is: who has the interpreter lock waits for none."""
+    config = replace(CONFIG, workers=2, rails=2)
+    make = make or (lambda: te.Engine(config))
+    for locks in range(1, LOCKS):
+        with make() as source, make() as target:
+            call_while_a_lock_is_held(Pair(source, target), locks)
+
+
+def a_worker_stands_still_with_a_lock_of_rdma() -> None:
+    wires = Wires()
+    a_worker_stands_still_with_a_lock(
+        lambda: NullEngine(wires, 1, stall_timeout_s=TIMEOUT_S, rail_timeout_s=TIMEOUT_S)
+    )
+
+
+def a_worker_stands_still_with_a_lock_of_the_same_host() -> None:
+    config = replace(CONFIG, transports=("samehost",), workers=2, rails=2)
+    a_worker_stands_still_with_a_lock(lambda: te.Engine(config))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@ copier reads, which may be late, fail or hang."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +114,7 @@ def test_a_unit_that_is_not_registered_is_named(digester, host):
     [
         ([], [], "without a piece"),
         ([0, 8], [8, 0], "a piece of 0 bytes"),
+        ([0, 2**64 - 8], [8, 16], "beyond all addresses"),
         ([0, 8], [8], "16"),
     ],
 )
@@ -262,6 +267,28 @@ def test_a_device_that_hangs_keeps_memory_and_slots_until_it_goes_on(staged):
         one.digester._bounce.settle(1.0)
     assert one.found(words(0), *shape) == expected(one.view, words(0), *shape)
     one.engine.deregister(one.region)
+
+
+def test_memory_that_a_device_may_still_write_outlives_who_forgot_to_close(staged):
+    kind, one = staged
+    bytes_of_it, bounce = weakref.ref(one.digester._bytes), one.digester._bounce
+    with kind.stuck():
+        with pytest.raises(te.DigestError, match="timed out"):
+            one.found(words(0), words(0), words(4096), timeout_s=0.01)
+        del one.digester
+        gc.collect()
+        assert bytes_of_it() is not None
+    while kind.events:
+        bounce.settle(1.0)
+    one.digester = one.engine.digester()
+
+
+def test_all_copies_of_a_call_have_one_deadline(digester, host, monkeypatch):
+    left, now = [], itertools.count(0.0, 2.0)
+    monkeypatch.setattr("te.digests.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(_digests, "digests", lambda *a: left.append(a[6]) or (0, -1))
+    digester.digests(words(*[host.ctypes.data] * (3 * UNITS_MAX)), words(0), words(8), 5.0)
+    assert left == [3.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("version", [NEWEST, 12_080, 12_000])

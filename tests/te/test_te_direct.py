@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from te_direct import (
+    DeviceEngine,
     NullEngine,
     RawDirectListener,
     RawDirectSource,
@@ -27,15 +30,18 @@ from te_far import wait_until
 from te_frames import AckStatus, Kind, abandon, ack
 
 import te
+from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
 from te.transports.rdma import link as link_module
-from te.transports.rdma._core import nic_failed
-from te.transports.rdma.direct import build_rail
+from te.transports.rdma import transport as transport_module
+from te.transports.rdma._core import RdmaLink, nic_failed
+from te.transports.rdma.direct import accept_rail, build_rail
 from te.transports.rdma.link import RailedLink
+from te.transports.rdma.messages import RailAnswer
 from te.transports.rdma.rails import RailState
 from te.transports.rdma.reasons import RailReason
 from te.transports.tcp._core import TcpLink
-from te_bench._null import Wires
+from te_bench._null import Device, QueuePair, Wires
 
 TIMEOUT_S = 60.0
 PAGE = 4096
@@ -276,8 +282,114 @@ def test_a_rail_is_made_by_so_many_attempts_at_once_and_no_more(
     assert len(begun) == link_module.ATTEMPTS_MAX
 
 
-def await_refusal(link: RailedLink, _deadline_s: float) -> str:
+def test_an_attempt_for_which_there_is_no_thread_is_refused_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wires = Wires()
+    with (
+        NullEngine(wires, nics=1, rail_backoff_max_s=0.01) as engine,
+        RawDirectListener(wires) as listener,
+    ):
+        left, start = iter([False] * (link_module.ATTEMPTS_MAX + 1)), Pool._start
+        monkeypatch.setattr(Pool, "_start", lambda pool: next(left, True) and start(pool))
+        monkeypatch.setattr(link_module.RailedLink, "await_rails", await_rail)
+        peer = engine.connect(listener.card, TIMEOUT_S)
+        assert "no thread can be started" in peer.stats().rails[0].reason
+        listener.next_link().close()
+
+
+def test_a_device_that_takes_no_work_request_and_names_none_loses_its_rail() -> None:
+    wires, memory = Wires(), np.zeros((2, PAGE), np.uint8)
+    with NullEngine(wires, 1) as source, NullEngine(wires, 1) as target:
+        source.register(memory[0])
+        target.register(memory[1], remote="read-write")
+        peer = source.connect(target.card(), TIMEOUT_S)
+        wires.refuse(errno.ENOMEM)
+        write = peer.write(te.Blocks.of(memory[0].ctypes.data, memory[1].ctypes.data, PAGE))
+        wait_until(lambda: "ibv_post_send" in peer.stats().rails[0].reason, "the rail is lost")
+        wires.refuse(0)
+        assert write.wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_a_fence_waits_for_a_queue_pair_that_its_device_does_not_destroy() -> None:
+    """It may still write."""
+    wires = Wires()
+    with NullEngine(wires, nics=1, rail_timeout_s=0.02) as engine, contextlib.closing(
+        RawDirectSource(engine.card(), wires)
+    ) as source:  # fmt: skip
+        assert source.rail() is not None
+        engine.expect(1)
+        source.send(ask(1, 2, tag=1))
+        source.granted()
+        wires.keep(errno.EBUSY)
+        with pytest.raises(te.FenceTimeout):
+            engine.fence(1, 0.3)
+        wires.keep(0)
+        assert engine.fence(1, TIMEOUT_S) == 0
+
+
+def test_an_engine_is_not_closed_while_a_device_keeps_its_queue_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wires = Wires()
+    with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
+        peer = source.connect(target.card(), TIMEOUT_S)
+        wires.keep(errno.EBUSY)
+        with monkeypatch.context() as short:
+            short.setattr("te.engine.CLOSE_TIMEOUT_S", 0.3)
+            with pytest.raises(te.FenceTimeout, match="call close again"):
+                source.close()
+        assert not peer.alive
+        wires.keep(0)
+        source.close()
+
+
+class Unwatchable(Device):
+    """Its first queue pair has a completion channel that epoll(7) refuses."""
+
+    is_first = True
+
+    def queue_pair(self, *depths: int) -> QueuePair:
+        pair = super().queue_pair(*depths)
+        if self.is_first:
+            self.is_first = False
+            with Path(os.devnull).open("rb") as nothing:
+                os.dup2(nothing.fileno(), pair.fd)
+        return pair
+
+
+def test_a_rail_whose_completions_cannot_be_watched_says_why() -> None:
+    wires = Wires()
+    with (
+        DeviceEngine(Unwatchable(wires), ("rdma",)) as source,
+        NullEngine(wires, nics=1) as target,
+        pytest.raises(te.ConnectError, match="epoll_ctl of its completion channel: Operation not"),
+    ):
+        source.connect(target.card(), TIMEOUT_S)
+
+
+def test_what_is_made_behind_the_end_of_a_worker_stays_who_made_it() -> None:
+    wires, plane = Wires(), Plane(1, 1.0, 1.0, 0.0, 1 << 20, 16)
+    worker = threading.Thread(target=plane.work, args=[0])
+    worker.start()
+    plane.stop()
+    worker.join()
+    pair = Device(wires).queue_pair(1, 1, 1, 1 << 30)
+    with pytest.raises(OSError, match="the engine is closed"):
+        RdmaLink(plane, False).add_qp(pair.address, 0, 1, 0, 0, 0)
+    assert pair.number == 1  # It has its queue pair still, and gives it back itself.
+    near, far = socket.socketpair()
+    with near, far:
+        assert not RdmaLink(plane, True).add_connection(near.fileno())
+
+
+def await_rail(link: RailedLink, _deadline_s: float) -> None:
     """In place of waiting for the first failure."""
+    wait_until(lambda: link.rows[0].state == RailState.RAIL_UP, "the rail is up")
+
+
+def await_refusal(link: RailedLink, _deadline_s: float) -> str:
+    """The same, for one that was refused."""
     wait_until(lambda: link.rows[0].code == RailReason.ATTEMPT_FAILED, "one was refused")
     return link.rows[0].text
 
@@ -298,6 +410,46 @@ def test_a_rail_that_comes_late_replaces_none_that_is_newer() -> None:
         mark = source.granted()
         assert newer.send_marks([mark])
         wait_until(lambda: engine.arrived(3) == 1, "it has landed")
+
+
+def test_who_asks_for_a_rail_again_has_it_though_what_it_asked_first_is_done_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection broke before it had the answer."""
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def accept(*arguments: Any) -> RailAnswer:
+        if begun.is_set():
+            return accept_rail(*arguments)
+        begun.set()
+        assert gate.wait(TIMEOUT_S)
+        try:
+            return accept_rail(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(transport_module, "accept_rail", accept)
+    wires = Wires()
+    with (
+        NullEngine(wires, nics=1) as engine,
+        contextlib.closing(RawDirectSource(engine.card(), wires)) as source,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.ExitStack() as undo,
+    ):
+        undo.callback(gate.set)
+        first = pool.submit(source.rail)
+        assert begun.wait(TIMEOUT_S)
+        pair = source.rail()
+        assert pair is not None
+        gate.set()
+        assert ended.wait(TIMEOUT_S)
+        first.result(TIMEOUT_S)
+        # Its worker has taken up what it was given before some turn of these.
+        for tag in range(1, 11):
+            engine.expect(tag)
+            source.send(ask(tag, 1, tag=tag))
+            assert pair.send_marks([source.granted()])
+            assert source.await_frame(Kind.ACK).status == AckStatus.LANDED
 
 
 def test_what_is_cancelled_is_given_up_by_the_worker_of_its_link() -> None:

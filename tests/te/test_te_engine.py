@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import te_contract
 from te_far import pattern, wait_until
 from te_raw import raw_destination, take_hello, welcome
 
@@ -119,7 +120,7 @@ def test_a_child_that_closes_its_parents_engines_ends_nothing_of_theirs() -> Non
         assert again is pair.peer
 
 
-def test_threads_end_with_the_engine(pair: Pair) -> None:
+def test_threads_end_with_the_engine(pair: te_contract.Pair) -> None:
     names = {f"te-accept-{pair.target.id[:8]}", f"te-worker-{pair.target.id[:8]}-0"}
     assert names <= {thread.name for thread in threading.enumerate()}
     pair.target.close()

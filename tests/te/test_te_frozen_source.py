@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
-from te_far import pattern, wait_until
+from te_far import FarEngine, pattern, wait_until, wait_until_stopped
 from te_frames import AckStatus, Kind, descriptors
 from te_frozen import FrozenMemory, frozen_memory
-from te_host import PAGE, rail_refused
-from te_raw import TIMEOUT_S, RawSource
+from te_host import PAGE, rail_asked, rail_refused
+from te_raw import TIMEOUT_S, RawSource, refusal
 
 import te
 from te.transports.samehost.messages import Nonce
@@ -202,12 +208,90 @@ def test_threads_that_wait_are_bounded_and_mapped_memory_needs_none() -> None:
         wait_until(lambda: threads_of("te-worker-0") <= before + 1, "they have ended")
 
 
-@pytest.mark.slow
-def test_a_greeting_does_not_wait_for_memory_that_does_not_answer() -> None:
-    """Nor does the interpreter. A source's thread that looks is left behind, a few at most."""
-    with te.Engine(LONELY) as target, te.Engine(LONELY) as engine, frozen_memory(PAGE) as memory:
-        nonce = Nonce(memory.address, bytes(16))
-        for _ in range(3):
-            reason = rail_refused(target.card(), nonce=nonce)
-            assert "its memory does not answer" in reason
+def test_greetings_do_not_wait_for_memory_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does the interpreter."""
+    monkeypatch.setattr("te.transports.samehost.reach.LOOK_TIMEOUT_S", TIMEOUT_S)
+    with (
+        te.Engine(LONELY) as target,
+        te.Engine(LONELY) as engine,
+        frozen_memory(PAGE) as memory,
+        contextlib.ExitStack() as undo,
+    ):
+        card, nonce = target.card(), Nonce(memory.address, bytes(16))
+        asked = [undo.enter_context(rail_asked(card, nonce=nonce)) for _ in range(20)]
+        memory.wait_until_touched()
         Friend(target, engine).assert_served(1)
+        asked.pop().close()
+        memory.serve(np.ones(PAGE, np.uint8))
+        for sock in asked:
+            assert "is not the one that greets" in refusal(sock).reason
+
+
+#: It stops while it looks into memory, which is served some time after it goes on.
+STANDS_STILL = """
+import os, signal, sys, threading
+import numpy as np
+from te_frozen import frozen_memory
+from te.transports.samehost._core import read_process
+
+given_up = threading.Event()
+with frozen_memory(4096) as memory:
+    def stand():
+        memory.wait_until_touched()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        given_up.wait(0.3)
+        memory.serve(np.ones(4096, np.uint8))
+
+    threading.Thread(target=stand).start()
+    try:
+        print(*read_process(os.getpid(), memory.address, 4, float(sys.argv[1])))
+    finally:
+        given_up.set()
+"""
+
+
+@pytest.mark.slow
+def test_time_in_which_a_process_stands_still_is_no_silence_of_what_it_looks_into() -> None:
+    """Else a machine that was busy for a second has its engines talk by TCP from then on."""
+    timeout_s = 2.0
+    with subprocess.Popen(
+        [sys.executable, "-c", STANDS_STILL, str(timeout_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        try:
+            # Not waitid(2): the thread that waits for the page does not stop with the others.
+            wait_until_stopped(process.pid)
+            until_s = time.monotonic() + 1.1 * timeout_s
+            wait_until(lambda: time.monotonic() > until_s, "the time of the look is over")
+            process.send_signal(signal.SIGCONT)
+            assert process.communicate(timeout=TIMEOUT_S)[0] == "1 1 1 1\n"
+        finally:
+            process.kill()
+
+
+def test_memory_that_does_not_answer_keeps_no_other_process_off_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that look are left behind, a few for each process: then it is not looked into until
+    they are back."""
+    monkeypatch.setattr("te.transports.samehost.reach.LOOK_TIMEOUT_S", 0.01)
+    with te.Engine(LONELY) as target, frozen_memory(PAGE) as memory:
+        card, nonce = target.card(), Nonce(memory.address, bytes(16))
+        reasons = [rail_refused(card, nonce=nonce) for _ in range(20)]
+        assert all("its memory does not answer" in reason for reason in reasons)
+        assert ["nor did it before" in reason for reason in reasons] == [False] * 4 + [True] * 16
+        monkeypatch.setattr("te.transports.samehost.reach.LOOK_TIMEOUT_S", TIMEOUT_S)
+        far = FarEngine(transports=["samehost"])
+        try:
+            far.connect(card=base64.b64encode(card).decode())
+        finally:
+            far.end()
+        memory.serve(np.ones(PAGE, np.uint8))
+        wait_until(
+            lambda: "is not the one that greets" in rail_refused(card, nonce=nonce),
+            "they are back",
+        )

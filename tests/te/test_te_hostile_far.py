@@ -196,7 +196,9 @@ def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
         small.cancel()
         assert small.wait(TIMEOUT_S) is te.Status.CANCELLED
         big.cancel()
-        says = r"cancelling could not be confirmed: .* no progress for 3.0 s"
+        # Or by the kernel's deadline, twice as long, where the worker has not run meanwhile.
+        said = r"(no progress for 3.0 s|Connection timed out)"
+        says = rf"cancelling could not be confirmed: .* {said}"
         with pytest.raises(te.TransferFailed, match=says):
             big.wait(TIMEOUT_S)
         assert not peer.alive

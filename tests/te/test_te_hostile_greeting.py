@@ -5,12 +5,14 @@ nothing else."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -340,6 +342,59 @@ def test_a_loop_goes_on_after_bugs_of_any_kind(caplog: pytest.LogCaptureFixture)
         assert f"goes on after a bug in {what}" in caplog.text
 
 
+class FullOnce:
+    """An epoll that once has no room for a descriptor."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self._errors = real, iter([OSError(errno.ENOSPC, "No space left on device")])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def register(self, fd: int, events: int) -> None:
+        for error in self._errors:
+            raise error
+        self._real.register(fd, events)
+
+
+def test_a_loop_goes_on_where_the_kernel_watches_no_more_descriptors(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te.connect.loop.FAILED_PAUSE_S", 0.01)
+    served = threading.Event()
+    loop = IoLoop("test-loop", lambda _: None, lambda reason: None)
+    here, there = socket.socketpair()
+
+    def begin() -> None:
+        loop.watch(here.fileno(), READABLE, lambda _: served.set())
+        loop.pause(here.fileno(), 0.0)
+        loop._epoll = FullOnce(loop._epoll)
+
+    with here, there:
+        loop.start()
+        there.send(b"x")
+        loop.call(begin)
+        assert served.wait(TIMEOUT_S)
+        assert loop.stop(TIMEOUT_S)
+    assert "a bug in watching descriptor" in caplog.text
+
+
+def test_the_ends_of_all_links_are_told_whatever_becomes_of_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(_number: int) -> None:
+        raise RuntimeError("made up")
+
+    with te.Engine() as target:
+        monkeypatch.setattr(target._acceptor.transports, "on_event", bug)
+        with te.Engine() as one, te.Engine() as other:
+            for engine in (one, other):
+                engine.connect(target.card())
+            wait_until(lambda: len(target._acceptor._links) == 2, "both are connected")
+        wait_until(lambda: not target._acceptor._links, "both have ended")
+    assert "a bug in an event of a link" in caplog.text
+
+
 @pytest.mark.pure
 def test_lines_about_strangers_are_limited() -> None:
     throttle = Throttle()
@@ -378,7 +433,7 @@ def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixtu
             assert read_greeting(sock) is None
             assert "a hello with more than one descriptor" in caplog.text
         # The connection ends first.
-        wait_until(lambda: descriptors() == before, "all that came were closed")
+        wait_until(lambda: descriptors() <= before, "all that came were closed")
 
 
 @pytest.mark.slow
@@ -399,7 +454,7 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
             assert refusal(other).reason == "the link that it names is over another transport"
         wait_until(lambda: target.stats().rails == 1, "the first link stands")
     wait_until(lambda: target.stats().rails == 0, "the link has ended")
-    wait_until(lambda: descriptors() == before, "nothing was kept")
+    wait_until(lambda: descriptors() <= before, "nothing was kept")
 
 
 def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
@@ -413,7 +468,7 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
             read_greeting(sock)
             with contextlib.suppress(ConnectionError):
                 sock.recv(1)
-    wait_until(lambda: descriptors() == before, "nothing was kept")
+    wait_until(lambda: descriptors() <= before, "nothing was kept")
     assert not any(one.key.engine_id == RAW_ID for one in target._acceptor._links)
 
 

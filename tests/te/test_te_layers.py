@@ -35,7 +35,6 @@ LAYERS = (
     "link",
     "transfer",
     "inbound",
-    "fences",
     "frames",
     "connections",
     "callers",

@@ -147,7 +147,9 @@ def test_frozen_destination(far: Far) -> None:
         transfer = peer.write(te.Blocks.of(region.address, dst, MANY_BYTES))
         small = peer.write(te.Blocks.of(region.address, dst, 1))
         for one in (transfer, small):
-            with pytest.raises(te.TransferFailed, match=f"{peer.id} .* no progress for 0.5 s"):
+            # Or by the kernel's deadline, twice as long, where the worker has not run meanwhile.
+            said = "(no progress for 0.5 s|Connection timed out)"
+            with pytest.raises(te.TransferFailed, match=f"{peer.id} .* {said}"):
                 one.wait(TIMEOUT_S)
         target.signal(signal.SIGCONT)
 
@@ -166,14 +168,15 @@ def test_frozen_destination(far: Far) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("also_target", [False, True], ids=["source", "both"])
 def test_time_in_which_it_stood_still_itself_counts_against_no_peer(
-    far: Far, also_target: bool
+    far: Far, also_target: bool, request: pytest.FixtureRequest
 ) -> None:
     """Both: as where a machine stands still, and the peer goes on a moment later."""
+    # All of it has to arrive, and an emulated machine takes a second for 50 MB.
+    copies = [1, 2, 2, 2] if request.node.callspec.params["far"] == "rdma" else COPIES[:4]
     config = {"stall_timeout_s": STALL_S, "workers": 2, "rails": 2}
     source, target = far(**config), far()
     src, dst = source.register(nbytes=MANY_BYTES, seed=6), target.register(nbytes=MANY_BYTES)
     peer = source.connect(card=target.card())
-    copies = COPIES[:4]
     numbers = [
         source.write(peer=peer, src=[src] * n, dst=[dst] * n, nbytes=[MANY_BYTES] * n)
         for n in copies

@@ -183,7 +183,7 @@ def test_what_is_configured_of_packets_is_given_to_the_queue_pair(
     far = CardNic(name="far", family="ib", lid=2, mtu=5, gids=[])
 
     def greet(offer: RailOffer) -> RailAnswer:
-        return direct.accept_rail(local, link, offer, near)
+        return direct.accept_rail(local, link, offer, near, 1)
 
     direct.build_rail(local, link, far, 0, 0, direct.Path(near, 0, None), greet)
     assert [one["is_target"] for one in told] == [True, False]

@@ -10,6 +10,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from te.core.engine import Engine as Plane
 from te.handshake import PROTOCOL_VERSION, Card, decode_body, encode
 from te.transports.samehost._core import SamehostLink
 from te.transports.samehost.messages import HostHello
+from te.transports.samehost.sharing import SharedMemory, Shares, Sharing
 
 PAGE = 4096
 #: Of engines, unless a test is about it: a thread may stand still for seconds.
@@ -154,6 +157,35 @@ def test_a_peer_that_does_not_confirm_loses_its_link(held: HeldDestination) -> N
     # It was asked nevertheless: it may have done what it did not confirm.
     wait_until(lambda: len(held.words) == 2, "it was asked")
     assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
+
+
+@pytest.mark.pure
+def test_registering_waits_once_for_each_peer_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And for all of them together not longer than for one."""
+    now_s, asked = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("te.transports.samehost.sharing.time", clock)
+    export: Any = SimpleNamespace(parts=lambda: [None])
+    memory = [SharedMemory(serial, PAGE, PAGE, export) for serial in range(3)]
+    sharing = Sharing(lambda: tuple(memory))
+
+    def attach(name: str, answers: bool) -> None:
+        def say(one: SharedMemory, _turn: int, _part: object, deadline_s: float) -> str | None:
+            asked.append((name, one.serial))
+            now_s[0] += 0.1 if answers else deadline_s - now_s[0]
+            return None if answers else "no answer in time"
+
+        link: Any = SimpleNamespace(alive=True, mapped_by_peer=lambda *_: None)
+        sharing.attach(Shares(link, say))
+
+    for name, answers in (("stopped", False), ("stopped too", False), ("well", True)):
+        attach(name, answers)
+    for one in memory:
+        sharing.add(one, 5.0)
+    assert asked == [("stopped", 0), ("stopped too", 1), ("well", 2)]
+    assert now_s == [10.1]
 
 
 def test_a_region_at_the_address_of_an_earlier_one_is_copied_from_its_own_memory() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from te_far import wait_until
+from te_far import wait_until, wait_until_stopped
 
 import te
 from te import status
@@ -423,8 +423,7 @@ sys.stdin.read()
 def test_a_process_that_was_stopped_lives(directory: Path) -> None:
     with process(directory, "print('listens', flush=True); sys.stdin.read()") as far:
         os.kill(far.pid, signal.SIGSTOP)
-        stat = Path(f"/proc/{far.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+        wait_until_stopped(far.pid)
         waiting = [socket.socket(socket.AF_UNIX) for _ in range(2 * status.BACKLOG)]
         (found,) = running(directory)
         with contextlib.suppress(BlockingIOError):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import te_busy
-from te_far import wait_until
+from te_far import wait_until, wait_until_stopped
 
 import te
 from te import cli
@@ -331,8 +331,7 @@ def test_a_process_that_does_not_answer_is_named(busy: Busy, tmp_path: Path) -> 
     assert busy.target[:8] in done.stdout
     assert f"pid {os.getpid()} runs another version of te: " in done.stdout
     os.kill(busy.pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{busy.pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+    wait_until_stopped(busy.pid)
     done = once(busy.runtime, command=TE)
     assert done.returncode == 1
     assert f"pid {busy.pid}: " in done.stdout

@@ -24,11 +24,19 @@ class RdmaLink(LinkHandle):
         ``OSError`` (not taken)."""
 
     def add_qp(
-        self, endpoint: int, index: int, epoch: int, local_nic: int, remote_nic: int, fences: int
+        self,
+        endpoint: int,
+        index: int,
+        epoch: int,
+        local_nic: int,
+        remote_nic: int,
+        fences: int,
+        hello: int = 0,
     ) -> None:
         """Takes over a connected queue pair (``te.verbs``) as the rail ``index``; ``OSError``, and
         then it is not taken. It is destroyed if nobody waits for that epoch of the rail any more.
-        A source's rail sends nothing before ``fences`` were heard of."""
+        A source's rail sends nothing before ``fences`` were heard of. ``hello``: at a destination,
+        which it was made for; of one epoch the last counts."""
 
     @property
     def fences(self) -> int:

@@ -4,8 +4,8 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
-from libc.string cimport memcpy
-from te.core.callers cimport call_off, send_now
+from libc.string cimport memcpy, strerror
+from te.core.callers cimport call_off
 from te.core.channels cimport Channel, ChannelOps, channel_new, socket_ops
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -14,7 +14,7 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.plane cimport Plane, plane_private
-from te.core.posix cimport EPOLLIN
+from te.core.posix cimport EPOLLIN, ESHUTDOWN
 from te.core.receiving cimport receiving_empty
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_await
@@ -22,14 +22,12 @@ from te.core.wire cimport *
 from te.core.worker cimport *
 from te.transports.rdma.balance cimport pace_begin
 from te.transports.rdma.control cimport *
-from te.transports.rdma.dispatching cimport level_speeds
 from te.transports.rdma.fencing cimport *
 from te.transports.rdma.incoming cimport marks_arrived, on_abandon, on_ask
 from te.transports.rdma.outgoing cimport *
 from te.transports.rdma.posting cimport *
 from te.transports.rdma.qps cimport *
 from te.transports.rdma.rails cimport *
-from te.transports.rdma.remote cimport on_table
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport Endpoint, VWc
 
@@ -95,24 +93,41 @@ cdef bint qp_turn(Qp *q) noexcept nogil:
 
 cdef bint is_awaited(Qp *q) noexcept nogil:
     """Whether its rail has a place for it: at a source for the attempt under way, at a destination for
-    the newest one. An attempt may take longer than the next one."""
+    the newest one. An attempt may take longer than the next one; and a source whose connection broke before it had the
+    answer asks again for the same one."""
     cdef Rail *r = rail_of(q)
     if q.link.is_incoming:
-        return q.epoch >= r.epoch
+        return q.epoch > r.epoch or (
+            q.epoch == r.epoch and q.hello >= direct_of(q.link).hellos[q.index])
     return r.state == RAIL_BUILDING and q.epoch == r.epoch
+
+
+cdef void not_watched(Qp *q, int errnum) noexcept nogil:
+    """Its worker cannot wait for its completions."""
+    cdef char text[TEXT_MAX]
+    snprintf(text, TEXT_MAX, b"epoll_ctl of its completion channel: %s", strerror(errnum))
+    qp_end(q)
+    if not q.link.is_incoming:
+        rail_not_made(q.link, q.index, text)
 
 
 cdef void on_adopted(Polled *p) noexcept nogil:
     cdef Qp *q = <Qp *>p
     cdef Direct *d = direct_of(q.link)
-    if load32(&q.link.dead) or not is_awaited(q) or polled_attach(p, q.e.fd, EPOLLIN):
+    cdef int errnum
+    if load32(&q.link.dead) or not is_awaited(q):
         qp_end(q)
+        return
+    errnum = polled_attach(p, q.e.fd, EPOLLIN)
+    if errnum:
+        not_watched(q, errnum)
         return
     if d.qps[q.index] != NULL:  # At a destination: the source has given that one up.
         qp_end(d.qps[q.index])
     d.qps[q.index] = q
     if q.link.is_incoming:
         d.rails[q.index].epoch = q.epoch
+        d.hellos[q.index] = q.hello
     rail_step(q.link, q.index, IS_TAKEN if q.link.is_incoming else IS_BUILT)
     # Only now: a fence that comes from here on finds it, and those before are told.
     if q.e.accept != NULL and q.e.accept(q.e, d.fences):
@@ -197,17 +212,18 @@ cdef bint is_left_behind(Qp *q) noexcept nogil:
     )
 
 
-cdef void on_check(Polled *p, u64 now) noexcept nogil:
+cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     """Suspects a rail on which nothing came back for a while, and gives it up where others go on, or
     after too long: a device may try for ever. As with stalls, only silence after one more look
     counts."""
     cdef Qp *q = <Qp *>p
     cdef u64 lasted_ns, moment_ns
-    cdef bint is_quiet, is_overdue
+    cdef bint is_quiet, is_overdue, is_busy
     if q.e == NULL or q.link.is_incoming:
-        return
+        return False
+    is_busy = has_work(q)
     lasted_ns = silent_ns(
-        q.link, &q.silence, q.progress_ns if has_work(q) else 0, now, q.link.plane.rail_ns)
+        q.link, &q.silence, q.progress_ns if is_busy else 0, now, q.link.plane.rail_ns)
     if lasted_ns == 0:
         q.others_moved = moved_by_others(q)
     moment_ns = max(q.link.plane.rail_ns / MOMENTS, 2 * expected_ns(q))
@@ -221,6 +237,7 @@ cdef void on_check(Polled *p, u64 now) noexcept nogil:
         kick_qps(q.link)
     q.is_quiet = is_quiet
     q.is_overdue = is_overdue
+    return is_busy
 
 
 cdef void on_release(Polled *p) noexcept nogil:
@@ -238,10 +255,6 @@ POLLED_OPS.release = on_release
 
 
 # -- the contract
-
-cdef void submit(Transfer *t) noexcept nogil:
-    send_now(t.link, 1, 0)
-
 
 cdef bint cancel_read(Transfer *t, u64 until_ns) noexcept nogil:
     """It ends with its last request; after a while by breaking its rails."""
@@ -285,8 +298,8 @@ cdef bint is_losing_a_rail(Link *link) noexcept nogil:
     return False
 
 
-cdef bint check(Link *link, bint stalled) noexcept nogil:
-    return stalled and (is_losing_a_rail(link) or gives_up_transfers(link))
+cdef u32 check(Link *link, bint stalled) noexcept nogil:
+    return LET_PASS if stalled and (is_losing_a_rail(link) or gives_up_transfers(link)) else 0
 
 
 cdef void release(Link *link) noexcept nogil:
@@ -299,16 +312,13 @@ cdef void release(Link *link) noexcept nogil:
 cdef Ops OPS = plain_ops()
 OPS.name = b"rdma"
 OPS.transfer_bytes = sizeof(Posting)
-OPS.may_merge = False
 OPS.lands_by_device = True
 OPS.prepare = outgoing_prepare
-OPS.submit = submit
 OPS.cancel = outgoing_cancel
 OPS.cancel_read = cancel_read
 OPS.settled = outgoing_settled
 OPS.revoke = fencing_revoke
 OPS.check = check
-OPS.close = qps_end
 OPS.forget = fencing_forget
 OPS.release = release
 
@@ -359,12 +369,18 @@ cdef void turn(Connection *c) noexcept nogil:
     outgoing_turn(c.link)
 
 
+cdef bint leave(Connection *c) noexcept nogil:
+    return qps_end(c.link)
+
+
 cdef ChannelOps SOCKET = socket_ops()
 cdef Protocol PROTOCOL
 PROTOCOL.over = OVER_RDMA
+PROTOCOL.answers = 1 << ACK | 1 << TABLE | 1 << CREDIT  # Words of rails take the lock of those who ask for their state.
 PROTOCOL.send = send
 PROTOCOL.receive = receive
 PROTOCOL.turn = turn
+PROTOCOL.leave = leave
 
 
 # -- Python
@@ -403,26 +419,30 @@ cdef class RdmaLink(LinkHandle):
     def __cinit__(self, Engine engine, bint is_incoming):
         cdef Direct *own = <Direct *>need(sizeof(Direct))
         cdef u32 i
-        self.make(engine, &OPS, is_incoming, own)
         pthread_mutex_init(&own.rails_lock, NULL)
         own.devices = devices_of(engine.p)
         for i in range(RAILS_MAX):
             rail_rest(&own.rails[i])
-        own.worker = &engine.p.workers.of[self.k.number % engine.p.workers.n]
+        self.make(engine, &OPS, is_incoming, own)
 
     def add_connection(self, int fd):
         return self.add(
             &PROTOCOL, channel_new(&SOCKET, fd, sizeof(Channel)), sizeof(Control),
-            direct_of(self.k).worker.index)
+            worker_of(self.k).index)
 
-    def add_qp(self, u64 endpoint, u32 index, u32 epoch, u32 local_nic, u32 remote_nic, u64 fences):
+    def add_qp(
+        self, u64 endpoint, u32 index, u32 epoch, u32 local_nic, u32 remote_nic, u64 fences, u64 hello=0
+    ):
         cdef int errnum
         if index >= RAILS_MAX or local_nic >= NICS_MAX or remote_nic >= NICS_MAX:
             raise ValueError(f"no rail {index} between the devices {local_nic} and {remote_nic}")
         errnum = qp_new(
-            self.k, &POLLED_OPS, <Endpoint *>endpoint, index, epoch, local_nic, remote_nic, fences)
+            self.k, &POLLED_OPS, <Endpoint *>endpoint, index, epoch, local_nic, remote_nic, fences,
+            hello)
         if errnum:
-            raise OSError(errnum, f"ibv_post_recv: {os.strerror(errnum)}")
+            raise OSError(
+                errnum, "the engine is closed" if errnum == ESHUTDOWN else
+                f"ibv_post_recv: {os.strerror(errnum)}")
 
     @property
     def fences(self):
@@ -471,7 +491,7 @@ cdef class RdmaLink(LinkHandle):
                 snprintf(one.text, TEXT_MAX, b"%s", words)
             pthread_mutex_unlock(&d.rails_lock)
         store32(&d.is_refused, 1)
-        worker_wake(d.worker)
+        worker_wake(worker_of(self.k))
 
     def rails_now(self):
         cdef Direct *d = direct_of(self.k)

@@ -37,6 +37,7 @@ class _Expected:
     offer: RailOffer
     nic: Nic
     until_s: float
+    hello: int
 
 
 class CmAcceptor:
@@ -48,14 +49,15 @@ class CmAcceptor:
         self._watch = watch
         self._lock = threading.Lock()
         #: Under the lock: the listener of each device and address, and the connection that is
-        #: expected for each link and rail. A new offer for a rail replaces the one before it.
+        #: expected for each link and rail: the offer of the newest hello.
         self._listeners: dict[tuple[int, int], CmListener] = {}
         self._expected: dict[tuple[int, int], _Expected] = {}
         #: Used by the loop's thread alone.
         self._throttle = Throttle()
 
-    def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
-        """Where the source shall dial; ``OSError``."""
+    def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic, hello: int) -> RailAnswer:
+        """Where the source shall dial that has made the offer in the hello of that number;
+        ``OSError``."""
         index = offer.remote_gid_index
         if index >= len(nic.gids):
             raise OSError(
@@ -70,9 +72,11 @@ class CmAcceptor:
                 self._listeners[nic.index, index] = listener
                 self._watch(listener.fd, lambda _, one=listener: self._on_ready(one))  # type: ignore[misc]
             self._expected = {k: one for k, one in self._expected.items() if one.until_s > now_s}
-            self._expected[link.number, offer.rail] = _Expected(
-                token, link, offer, nic, now_s + BUILD_TIMEOUT_S
-            )
+            newest = self._expected.get((link.number, offer.rail))
+            if newest is None or newest.hello < hello:
+                self._expected[link.number, offer.rail] = _Expected(
+                    token, link, offer, nic, now_s + BUILD_TIMEOUT_S, hello
+                )
         return RailAnswer(port=listener.port, token=token)
 
     def _listen(self, address: bytes) -> CmListener:
@@ -117,7 +121,9 @@ class CmAcceptor:
         nic, offer = expected.nic, expected.offer
         try:
             queue_pair = request.queue_pair(nic.device, RECEIVE_DEPTH, nic.max_message_bytes)
-            add_queue_pair(queue_pair, expected.link, offer, offer.remote_nic, offer.nic, 0)
+            add_queue_pair(
+                queue_pair, expected.link, offer, offer.remote_nic, offer.nic, 0, expected.hello
+            )
         except OSError as exc:
             logger.warning("rejected rail %d by %s: %s", offer.rail, nic.name, exc.strerror)
 

@@ -49,7 +49,7 @@ cdef void control_unlock(Connection *c) noexcept nogil:
 
 cdef void kick_qps(Link *link) noexcept nogil:
     add32(&direct_of(link).kicks, 1)
-    worker_wake(direct_of(link).worker)
+    worker_wake(worker_of(link))
 
 
 cdef void queue_pieces(

@@ -183,8 +183,8 @@ def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) 
     add_queue_pair(queue_pair, link, offer, nic.index, path.remote, FENCES.unpack_from(said)[0])
 
 
-def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
-    """The destination's part of ``build_rail``; ``OSError``."""
+def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic, hello: int) -> RailAnswer:
+    """The destination's part of ``build_rail``, for the hello of that number; ``OSError``."""
     queue_pair = nic.device.queue_pair(nic.port, 1, RECEIVE_DEPTH, nic.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
     queue_pair.connect(
@@ -203,7 +203,7 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         is_target=True,
     )
     number = queue_pair.number
-    add_queue_pair(queue_pair, link, offer, offer.remote_nic, offer.nic, 0)
+    add_queue_pair(queue_pair, link, offer, offer.remote_nic, offer.nic, 0, hello)
     # Read last: a fence that came before this rail was there must be known before it is used.
     return RailAnswer(number=number, psn=psn, fences=link.fences)
 
@@ -217,8 +217,14 @@ def remote_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
 
 
 def add_queue_pair(
-    queue_pair: QueuePair, link: RdmaLink, offer: RailOffer, nic: int, remote: int, fences: int
+    queue_pair: QueuePair,
+    link: RdmaLink,
+    offer: RailOffer,
+    nic: int,
+    remote: int,
+    fences: int,
+    hello: int = 0,
 ) -> None:
-    """Gives a queue pair to the plane; ``OSError``."""
-    link.add_qp(queue_pair.address, offer.rail, offer.epoch, nic, remote, fences)
+    """Gives a queue pair to the plane; ``OSError``. See ``RdmaLink.add_qp``."""
+    link.add_qp(queue_pair.address, offer.rail, offer.epoch, nic, remote, fences, hello)
     queue_pair.disown()

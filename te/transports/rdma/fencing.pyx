@@ -12,7 +12,7 @@ from te.core.wire cimport ANY_RAIL, TEXT_MAX
 from te.core.worker cimport worker_adopt, worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.incoming cimport give_slot_back, ungrant
-from te.transports.rdma.qps cimport qp_drain, qp_fail
+from te.transports.rdma.qps cimport qp_drain, qp_fail, qps_have_gone
 from te.transports.rdma.rails cimport carries, RAIL_DRAINING, READ_CANCELLED
 from te.transports.rdma.state cimport *
 
@@ -22,7 +22,7 @@ from te.transports.rdma.state cimport *
 cdef u32 ask_to_break(Link *link) noexcept nogil:
     """Has the link's worker do it; for how many fences that is."""
     cdef u32 mine = add32(&direct_of(link).breaks_asked, 1)
-    worker_wake(direct_of(link).worker)
+    worker_wake(worker_of(link))
     return mine
 
 
@@ -143,7 +143,7 @@ cdef void drain_all(Link *link) noexcept nogil:
     pthread_mutex_lock(&link.lock)
     store64(&d.fences, d.fences + link.is_incoming)
     pthread_mutex_unlock(&link.lock)
-    worker_adopt(d.worker)
+    worker_adopt(worker_of(link))
     for k in range(RAILS_MAX):
         if d.qps[k] != NULL and link.is_incoming:
             qp_drain(d.qps[k])
@@ -166,6 +166,8 @@ cdef void drain_all(Link *link) noexcept nogil:
 cdef bint are_drained(Link *link) noexcept nogil:
     cdef Direct *d = direct_of(link)
     cdef u32 k
+    if not qps_have_gone(link):
+        return False
     for k in range(RAILS_MAX):
         if d.rails[k].state == RAIL_DRAINING:
             return False
@@ -184,3 +186,5 @@ cdef void fencing_forget(Link *link) noexcept nogil:
         if a != NULL:
             ungrant(link, a)
     forget_drained(link)
+    store32(&link.has_ended, 1)  # Who waits for its rails to be drained waits no more.
+    futex_wake_all(&direct_of(link).breaks_done)

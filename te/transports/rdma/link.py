@@ -122,11 +122,6 @@ class RailedLink(OutgoingLink):
         ]
         return sum({nic.name: nic.bytes_per_s for nic in up}.values())
 
-    @property
-    def rail_names(self) -> tuple[str, ...]:
-        """The two devices of each rail."""
-        return tuple(self._name(i, row) for i, row in enumerate(self.rows))
-
     def rail_stats(self, flows: list[tuple[int, int]]) -> tuple[RailStats, ...]:
         """See ``OutgoingLink.rail_stats``."""
         return tuple(
@@ -208,11 +203,12 @@ class RailedLink(OutgoingLink):
             under_way = self._attempts[index]
             if under_way < ATTEMPTS_MAX:
                 self._attempts[index] += 1
-        if under_way < ATTEMPTS_MAX:
-            self._local.run(lambda: self._build(index, epoch, path))
-        else:
+        if under_way == ATTEMPTS_MAX:
             why = f"{under_way} attempts to make the rail are still blocked in the device"
             self.handle.refuse_rail(index, epoch, why)
+        elif not self._local.run(lambda: self._build(index, epoch, path)):
+            self._has_ended(index)
+            self.handle.refuse_rail(index, epoch, "no thread can be started to make the rail")
 
     def _build(self, index: int, epoch: int, path: Path) -> None:
         """One attempt, on a thread of the pool."""
@@ -226,5 +222,9 @@ class RailedLink(OutgoingLink):
             reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
             self.handle.refuse_rail(index, epoch, reason)
         finally:
-            with self._changed:
-                self._attempts[index] -= 1
+            self._has_ended(index)
+
+    def _has_ended(self, index: int) -> None:
+        """One attempt."""
+        with self._changed:
+            self._attempts[index] -= 1

@@ -12,24 +12,28 @@ from te.core.worker cimport PolledOps
 from te.transports.rdma.state cimport Qp
 from te.verbs.abi cimport Endpoint
 
-# Hands a connected queue pair to the link's worker; 0, or an errno (then it is not taken).
+# Hands a connected queue pair to the link's worker; 0, or an errno (then it is not taken). By a calling thread.
 cdef int qp_new(
     Link *link, const PolledOps *ops, Endpoint *e, u32 index, u32 epoch, u32 local_nic,
-    u32 remote_nic, u64 fences
-) noexcept nogil
+    u32 remote_nic, u64 fences, u64 hello
+) noexcept
 cdef void qp_free(Qp *q) noexcept nogil
 # The next step of a rail; whether it can be taken. The only way in which one changes. At a source
 # Python is told to look at the link's rails.
 cdef bint rail_step(Link *link, u32 index, int happening) noexcept nogil
+# The attempt of a source's rail that is under way has come to nothing.
+cdef void rail_not_made(Link *link, u32 index, const char *text) noexcept nogil
 # A turn of the link's worker, without a lock: what a source's rails wait for by the clock, and what
 # attempts to make them, devices and the destination have told.
 cdef void rails_turn(Link *link) noexcept nogil
+# Whether all of those that were to be destroyed are: tries again those that were not.
+cdef bint qps_have_gone(Link *link) noexcept nogil
 # Room for that many more marks; 0 or an errno.
 cdef int post_receives(Qp *q, u32 n) noexcept nogil
 # Destroys it: nothing is read or written through it any more.
 cdef void qp_end(Qp *q) noexcept nogil
-# The link has died. Before its transfers are failed.
-cdef void qps_end(Link *link) noexcept nogil
+# The link has died, and before its transfers are failed all are destroyed; False if that is not so yet.
+cdef bint qps_end(Link *link) noexcept nogil
 # Something came back.
 cdef void qp_moved(Qp *q, u64 now) noexcept nogil
 

@@ -10,7 +10,7 @@ from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.wire cimport *
 from te.core.worker cimport (
-    polled_again, polled_gone, polled_unwatch, worker_add, worker_by, worker_wake,
+    polled_again, polled_gone, polled_unwatch, worker_add, worker_adopt, worker_by, worker_wake,
 )
 from te.transports.rdma.control cimport *
 from te.transports.rdma.outgoing cimport go_on, requeue
@@ -26,16 +26,16 @@ cdef enum:
 
 cdef int qp_new(
     Link *link, const PolledOps *ops, Endpoint *e, u32 index, u32 epoch, u32 local_nic,
-    u32 remote_nic, u64 fences
-) noexcept nogil:
-    cdef Worker *w = direct_of(link).worker
+    u32 remote_nic, u64 fences, u64 hello
+) noexcept:
+    cdef Worker *w = worker_of(link)
     cdef Qp *q = <Qp *>need(sizeof(Qp))
     cdef u32 i
     cdef int errnum
     q.polled.ops = ops
     q.link = link
     q.e = e
-    q.index, q.epoch, q.fences = index, epoch, fences
+    q.index, q.epoch, q.fences, q.hello = index, epoch, fences, hello
     q.local_nic, q.remote_nic = local_nic, remote_nic
     q.faults_seen = load32(&direct_of(link).devices.faults[local_nic])
     q.progress_ns = now_ns()
@@ -53,7 +53,13 @@ cdef int qp_new(
             q.wrs[i].next = &q.wrs[i + 1]
             q.wrs[i].sg_list = &q.sges[i]
     add32(&link.refs, 1)
-    worker_add(w, &q.polled, -1, 0)
+    lock_as_caller(&w.lock)
+    errnum = worker_add(w, &q.polled, -1, 0)
+    pthread_mutex_unlock(&w.lock)
+    if errnum:
+        q.e = NULL
+        qp_free(q)
+        return errnum
     worker_wake(w)
     return 0
 
@@ -84,12 +90,38 @@ cdef int post_receives(Qp *q, u32 n) noexcept nogil:
     return errnum
 
 
-cdef void let_go(Qp *q) noexcept nogil:
-    """Of its device's queue pair, if it has it still."""
+cdef bint is_destroyed(Qp *q) noexcept nogil:
+    """Its device's queue pair, if it has it still. False if the device has not done it."""
     if q.e != NULL:
         polled_unwatch(&q.polled, q.e.fd)
-        q.e.release(q.e)
+        if q.e.release(q.e):
+            return False
         q.e = NULL
+    return True
+
+
+cdef void let_go(Qp *q) noexcept nogil:
+    """Of its device's queue pair, if it has it still."""
+    cdef Undead *one
+    if is_destroyed(q):
+        return
+    one = <Undead *>need(sizeof(Undead))
+    one.e, one.next = q.e, direct_of(q.link).undead
+    direct_of(q.link).undead = one
+    q.e = NULL
+
+
+cdef bint qps_have_gone(Link *link) noexcept nogil:
+    cdef Undead **at = &direct_of(link).undead
+    cdef Undead *one
+    while at[0] != NULL:
+        one = at[0]
+        if one.e.release(one.e):
+            at = &one.next
+        else:
+            at[0] = one.next
+            free(one)
+    return direct_of(link).undead == NULL
 
 
 cdef void qp_free(Qp *q) noexcept nogil:
@@ -110,7 +142,7 @@ cdef void qp_end(Qp *q) noexcept nogil:
         d.qps[q.index] = NULL
 
 
-cdef void qps_end(Link *link) noexcept nogil:
+cdef bint qps_end(Link *link) noexcept nogil:
     cdef Direct *d = direct_of(link)
     cdef u32 i
     for i in range(RAILS_MAX):
@@ -120,8 +152,7 @@ cdef void qps_end(Link *link) noexcept nogil:
     for i in range(RAILS_MAX):
         rail_rest(&d.rails[i])
     pthread_mutex_unlock(&d.rails_lock)
-    store32(&link.has_ended, 1)
-    futex_wake_all(&d.breaks_done)
+    return qps_have_gone(link)
 
 
 cdef void qp_moved(Qp *q, u64 now) noexcept nogil:
@@ -156,6 +187,11 @@ cdef void blame(Direct *d, u32 index, int code, int errnum, const char *text) no
     pthread_mutex_unlock(&d.rails_lock)
 
 
+cdef void rail_not_made(Link *link, u32 index, const char *text) noexcept nogil:
+    blame(direct_of(link), index, ATTEMPT_FAILED, 0, text)
+    rail_step(link, index, NOT_MADE)
+
+
 cdef void take_refusals(Link *link) noexcept nogil:
     """Attempts that made nothing. Those that are too late say nothing of the one under way."""
     cdef Direct *d = direct_of(link)
@@ -167,8 +203,7 @@ cdef void take_refusals(Link *link) noexcept nogil:
         d.refusals[i].is_new = False
         pthread_mutex_unlock(&d.rails_lock)
         if one.is_new and one.epoch == d.rails[i].epoch and d.rails[i].state == RAIL_BUILDING:
-            blame(d, i, ATTEMPT_FAILED, 0, one.text)
-            rail_step(link, i, NOT_MADE)
+            rail_not_made(link, i, one.text)
 
 
 cdef void take_returns(Link *link) noexcept nogil:
@@ -218,7 +253,7 @@ cdef void rails_turn(Link *link) noexcept nogil:
             rail_tick(link, i, now)
             due = min(due, rail_due(&d.rails[i], &d.timing))
     if due != NEVER_NS:
-        worker_by(d.worker, due)
+        worker_by(worker_of(link), due)
 
 
 # -- the source's end
@@ -326,7 +361,8 @@ cdef void qp_drain(Qp *q) noexcept nogil:
 
 cdef void qp_drained(Qp *q) noexcept nogil:
     cdef Connection *c
-    let_go(q)
+    if not is_destroyed(q):
+        return
     rail_step(q.link, q.index, IS_DRAINED)
     if q.lost_asked:
         c = control_lock(q.link)
@@ -373,9 +409,13 @@ cdef bint on_lost(Connection *c) noexcept nogil:
     cdef Link *link = c.link
     cdef Header *h = &c.head
     cdef PieceId *items = <PieceId *>c.body
-    cdef Qp *q = direct_of(link).qps[h.transfer]
+    cdef Qp *q
     cdef u32 i
-    cdef bint good = q == NULL or q.epoch != h.tag or not q.lost_asked
+    cdef bint good
+    # The source may have used this end before the worker has it: its device answers a probe by itself.
+    worker_adopt(worker_of(link))
+    q = direct_of(link).qps[h.transfer]
+    good = q == NULL or q.epoch != h.tag or not q.lost_asked
     pthread_mutex_lock(&link.lock)
     for i in range(h.count):
         good &= has_asked(c, &items[i])

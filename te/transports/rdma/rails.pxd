@@ -28,9 +28,6 @@ cpdef enum RailReason:
     ATTEMPT_FAILED = 30
     READ_CANCELLED = 31
 
-cdef enum:
-    NEVER_NS = 0xFFFFFFFFFFFFFFFF
-
 # Deadlines and back-off of a source's rails.
 cdef struct RailTiming:
     # Both sides must have the new queue pair, and the probe must be there, in this time each.

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdio cimport snprintf
+from te.core.sync cimport NEVER_NS
 
 cdef extern from "transports/rdma/rails.h" nogil:
     const uint8_t **NEXT_RAIL

@@ -61,6 +61,7 @@ cdef struct Qp:
     Link *link
     Endpoint *e
     u32 index, epoch, local_nic, remote_nic
+    u64 hello  # at a destination: the number of the hello that has asked for it
     u32 kicks_seen, faults_seen
     bint armed
     bint is_quiet, is_overdue  # at the last check
@@ -96,9 +97,13 @@ cdef struct Refusal:
     u32 epoch
     char text[TEXT_MAX]
 
+# A device's queue pair that was to be destroyed, and was not: nobody uses it, and it may still write.
+cdef struct Undead:
+    Endpoint *e
+    Undead *next
+
 # `Link.own`.
 cdef struct Direct:
-    Worker *worker
     Devices *devices
     # The link's worker alone changes the rails (`rail_step` in qps.pxd). Others read them, and it
     # writes them, under the lock, behind which no other is taken.
@@ -108,8 +113,10 @@ cdef struct Direct:
     RailTiming timing
     Refusal refusals[RAILS_MAX]  # under the same lock, by who has made the attempt
     u32 is_refused  # atomic: some of them are new
-    Qp *qps[RAILS_MAX]  # of the rails that have one; the worker's, as the next two
+    Qp *qps[RAILS_MAX]  # of the rails that have one; the worker's, as the next four
+    Undead *undead
     u32 broken[RAILS_MAX]  # that the destination has broken: its reason, plus 1
+    u64 hellos[RAILS_MAX]  # at a destination: of the newest queue pair of each rail
     u32 returned_seen
     u32 returns_seen[RAILS_MAX]
     u32 kicks  # atomic: counts calls to look for something to send
@@ -146,6 +153,11 @@ cdef struct Direct:
 
 cdef inline Direct *direct_of(Link *link) noexcept nogil:
     return <Direct *>link.own
+
+
+cdef inline Worker *worker_of(Link *link) noexcept nogil:
+    """Its owner, which has its queue pairs; also before it has a connection."""
+    return &link.plane.workers.of[link.number % link.plane.workers.n]
 
 
 cdef inline Rail *rail_of(Qp *q) noexcept nogil:

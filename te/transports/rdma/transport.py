@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -68,6 +69,8 @@ class Rdma(Transport):
         """``fabric``: devices that are open already; else those of the machine."""
         self.fabric = fabric
         self._problem: str | None = None
+        #: Numbers of hellos that ask for rails; the accepting thread's.
+        self._hellos = itertools.count(1)
         #: Those that this engine has opened, by the plane's number.
         self._links: weakref.WeakValueDictionary[int, RailedLink] = weakref.WeakValueDictionary()
         if fabric is None:
@@ -185,16 +188,17 @@ class Rdma(Transport):
             raise TransportRefused("no such link")
         handle = link.handle
         assert isinstance(handle, RdmaLink)
-        return Work(f"making rail {rail.rail}", lambda: self._make_rail(handle, rail))
+        hello = next(self._hellos)
+        return Work(f"making rail {rail.rail}", lambda: self._make_rail(handle, rail, hello))
 
-    def _make_rail(self, link: RdmaLink, offer: RailOffer) -> bytes:
-        """This side's end of a rail; ``OSError``. Blocks while the kernel looks for the other
-        side's hardware address (a second, if an ARP request is lost)."""
+    def _make_rail(self, link: RdmaLink, offer: RailOffer, hello: int) -> bytes:
+        """This side's end of a rail, for the hello of that number; ``OSError``. Blocks while the
+        kernel looks for the other side's hardware address (a second, if an ARP request is lost)."""
         nic = remote_nic(self._nics, offer)
         if nic.family == "iwarp":
-            answer = self._cm.expect(link, offer, nic)
+            answer = self._cm.expect(link, offer, nic, hello)
         else:
-            answer = accept_rail(self._local, link, offer, nic)
+            answer = accept_rail(self._local, link, offer, nic, hello)
         return encode(RdmaWelcome(rail=answer))
 
 

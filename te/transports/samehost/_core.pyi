@@ -11,7 +11,8 @@ LOOK_TIMEOUT_S: Final[float]
 
 def read_process(pid: int, address: int, nbytes: int, timeout_s: float = ...) -> bytes:
     """process_vm_readv(2), by a thread of its own, which is left behind if the memory does not
-    answer in time; ``OSError``, also while 16 threads that were left still wait."""
+    answer in time; ``OSError``, also while four that were left behind still wait for that process,
+    or threads for 64 others."""
 
 class SamehostLink(LinkHandle):
     """A link without rails yet. The memory of the process ``pid`` is copied for as long as

@@ -5,7 +5,6 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport send_now
 from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -14,18 +13,16 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.kinds cimport Kind, TOUCHED_BY_KERNEL, kind_of
 from te.core.link cimport (
-    Link, Ops, PROCESS_GONE, STALLED, Transfer, is_too_silent, link_die,
+    CHECK_AGAIN, Link, Ops, PROCESS_GONE, STALLED, Transfer, is_too_silent, link_die,
 )
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.posix cimport *
 from te.core.receiving cimport receiving_protocol
-from te.core.sending cimport (
-    Sending, sending_ops, sending_prepare, sending_pull, sending_submit,
-)
+from te.core.sending cimport Sending, sending_ops, sending_prepare
 from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
-from te.core.worker cimport workers_watch
+from te.core.worker cimport worker_checks_at, workers_watch
 from te.transports.samehost.alive cimport process_gone
 from te.transports.samehost.mappings cimport (
     mapped_bytes, mapping_put, mapping_undo, mapping_watch_holes, mappings_drop, mappings_free,
@@ -55,26 +52,29 @@ cdef enum:
     MAPPED_GIB_MAX = 1 << 12  # of a link
     PLANE_MAPPED_GIB_MAX = 1 << 15  # of all; a process has 2 ** 17 to give
     QUIESCE_NS = 900000000
-    LEFT_MAX = 16  # threads that look into processes which do not answer
+    LOOKED_AT_MAX = 64  # processes at once
+    LEFT_MAX = 4  # looks into one process that nobody waits for any more: there are no others then
+    LOOK_PARTS = 20  # of the time that one may take
+    BEGINS_IN_PARTS = 200  # at most, where its thread waits for a processor
 
 
 # -- one look into a process, whose memory may not answer
 
-cdef enum:  # states of a look
-    LOOKING = 0
-    HAS_LOOKED = 1
-    IS_LEFT = 2  # nobody waits for it any more
+# A process into which threads look, while there are any.
+cdef struct LookedAt:
+    u32 pid
+    u32 looks, left  # atomic: those that have not returned; how many of them took too long
 
 cdef struct Look:
-    u32 refs, state  # atomic
-    int pid
+    u32 refs, has_begun, has_looked  # atomic
+    LookedAt *process
     u64 address
     size_t nbytes
     ssize_t moved
     int errnum
     # The bytes follow.
 
-cdef u32 LEFT = 0  # atomic: threads that look and were left
+cdef LookedAt LOOKED_AT[LOOKED_AT_MAX]  # changed with the interpreter lock, but for what is atomic
 
 
 cdef void look_drop(Look *l) noexcept nogil:
@@ -84,46 +84,74 @@ cdef void look_drop(Look *l) noexcept nogil:
 
 cdef void *look(void *of) noexcept nogil:
     cdef Look *l = <Look *>of
-    l.moved = process_read(l.pid, l.address, l + 1, l.nbytes)
+    store32(&l.has_begun, 1)
+    l.moved = process_read(l.process.pid, l.address, l + 1, l.nbytes)
     l.errnum = last_errno()
-    if swap32(&l.state, HAS_LOOKED) == IS_LEFT:
-        add32(&LEFT, -1)
-    futex_wake_all(&l.state)
+    add32(&l.process.looks, -1)
+    store32(&l.has_looked, 1)
+    futex_wake_all(&l.has_looked)
     look_drop(l)
     return NULL
 
 
-cdef bint await_look(Look *l, u64 until) noexcept nogil:
-    """False if it is left."""
-    cdef u32 looking = LOOKING, left = IS_LEFT
-    cdef u64 now = now_ns()
-    while load32(&l.state) == looking and now < until:
-        futex_wait(&l.state, looking, until - now)
+cdef void await_part(Look *l, u64 part_ns) noexcept nogil:
+    cdef u64 now = now_ns(), until = now + part_ns
+    while not load32(&l.has_looked) and now < until:
+        futex_wait(&l.has_looked, 0, until - now)
         now = now_ns()
-    add32(&LEFT, 1)
-    if swap_if(&l.state, looking, left) == looking:
-        return False
-    add32(&LEFT, -1)
-    return True
+
+
+cdef bint await_look(Look *l, u64 timeout_ns) noexcept nogil:
+    """False if it is left. Time in which this process stood still is no silence of the other one: of the parts of the
+    time-out, each counts once, however long it was, and none before the thread that looks has a processor."""
+    cdef u32 parts = 0, before = 0
+    while not load32(&l.has_looked) and parts < LOOK_PARTS and before < BEGINS_IN_PARTS:
+        await_part(l, timeout_ns / LOOK_PARTS)
+        if load32(&l.has_begun):
+            parts += 1
+        else:
+            before += 1
+    return load32(&l.has_looked) != 0
+
+
+cdef LookedAt *looked_at(u32 pid) except NULL:
+    """Counts one look more. A process of which too many have not returned is looked at by no other thread."""
+    cdef LookedAt *found = NULL
+    cdef u32 i
+    for i in range(LOOKED_AT_MAX):
+        if load32(&LOOKED_AT[i].looks) == 0:
+            found = &LOOKED_AT[i] if found == NULL else found
+        elif LOOKED_AT[i].pid == pid:
+            found = &LOOKED_AT[i]
+            break
+    if found == NULL:
+        raise OSError(EAGAIN, "the memory of too many processes does not answer")
+    if load32(&found.looks) == 0:
+        found.pid, found.left = pid, 0
+    elif load32(&found.left) >= LEFT_MAX:
+        raise OSError(EAGAIN, "its memory does not answer, nor did it before")
+    add32(&found.looks, 1)
+    return found
 
 
 def read_process(int pid, u64 address, size_t nbytes, double timeout_s=LOOK_TIMEOUT_S):
     cdef Look *l
-    cdef u64 until = now_ns() + ns_of(timeout_s)
+    cdef LookedAt *process = looked_at(pid)
+    cdef u64 timeout_ns = ns_of(timeout_s)
     cdef int errnum
     cdef bint has_looked
-    if load32(&LEFT) >= LEFT_MAX:
-        raise OSError(EAGAIN, "the memory of too many processes does not answer")
     l = <Look *>need(sizeof(Look) + nbytes)
-    l.refs, l.pid, l.address, l.nbytes = 2, pid, address, nbytes
+    l.refs, l.process, l.address, l.nbytes = 2, process, address, nbytes
     errnum = start_thread(look, l)
     if errnum:
+        add32(&process.looks, -1)
         free(l)
         raise OSError(errnum, f"no thread: {os.strerror(errnum)}")
     with nogil:
-        has_looked = await_look(l, until)
+        has_looked = await_look(l, timeout_ns)
     try:
         if not has_looked:
+            add32(&process.left, 1)
             raise OSError(ETIMEDOUT, "its memory does not answer")
         if l.moved != <ssize_t>nbytes:
             raise OSError(l.errnum, os.strerror(l.errnum))
@@ -153,31 +181,27 @@ cdef bint is_mapped(Transfer *t) noexcept nogil:
 
 
 cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
-    if plane_stages(t.link.plane) and not t.is_read and is_mapped(t):
-        sending_pull(t, PULLS_AHEAD)
-        return
+    cdef Sending *s = <Sending *>t.own
     # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
-    if is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
+    if plane_stages(t.link.plane) and not t.is_read and is_mapped(t):
+        s.frame = PULL
+        s.ahead = PULLS_AHEAD
+    elif is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
         sending_prepare(t, PULL, PULLS_AHEAD)
     else:
         sending_prepare(t, SEGMENT, 0)
+    if s.frame == PULL:
+        t.sends_at_once = SENDS_INLINE
 
 
-cdef void submit(Transfer *t) noexcept nogil:
-    if (<Sending *>t.own).frame == PULL:
-        send_now(t.link, SENDS_INLINE, t.total)
-    else:
-        sending_submit(t)
-
-
-cdef bint check(Link *link, bint stalled) noexcept nogil:
+cdef u32 check(Link *link, bint stalled) noexcept nogil:
     cdef Samehost *own = <Samehost *>link.own
     cdef u64 since_ns = load64(&own.waits_since_ns) if load32(&own.waits) else 0
     if process_gone(own):
         link_die(link, PROCESS_GONE, 0, NULL)
     elif is_too_silent(link, &own.silence, since_ns, now_ns()):
         link_die(link, STALLED, 0, NULL)  # Its peer may never notice, and its memory never answer.
-    return False
+    return CHECK_AGAIN if since_ns or not load32(&own.tells_of_end) else 0
 
 
 cdef void forget(Link *link) noexcept nogil:
@@ -198,7 +222,6 @@ cdef void release(Link *link) noexcept nogil:
 cdef Ops OPS = sending_ops()
 OPS.name = b"samehost"
 OPS.prepare = prepare
-OPS.submit = submit
 OPS.check = check
 OPS.forget = forget
 OPS.release = release
@@ -232,7 +255,17 @@ cdef class SamehostLink(LinkHandle):
         cdef Channel *channel = rings_new(fd, rings_fd, not self.k.is_incoming, &errnum)
         if channel == NULL:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
-        return self.add(&PROTOCOL, channel, sizeof(Pulling))
+        if not self.add(&PROTOCOL, channel, sizeof(Pulling)):
+            return False
+        self.watch_process()
+        return True
+
+    cdef void watch_process(self):
+        """Has the link's owner look at it when the process ends, whoever keeps its connections. Where that cannot be,
+        it looks now and then."""
+        cdef Samehost *own = <Samehost *>self.k.own
+        if not load32(&own.tells_of_end):
+            store32(&own.tells_of_end, not worker_checks_at(self.k.connections[0].worker, own.pidfd))
 
     def take_descriptor(self, int number):
         cdef Samehost *own = <Samehost *>self.k.own

@@ -293,7 +293,7 @@ cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noe
     c.channel.is_patient = False
     store32(&c.is_away, 1)
     say_where(c, me, into, most)
-    runner_wait(me)
+    runner_wait(w.all, me)
     worker_give(w)
     p.moved = 0 if may_be_gone(own_of(c)) else copy_foreign(c, p.remote, into, most)
     if p.moved < 0:
@@ -334,6 +334,7 @@ cdef void note_wait(Connection *c) noexcept nogil:
     p.is_noted = True
     if add32(&own.waits, 1) == 1:
         store64(&own.waits_since_ns, now_ns())
+        polled_kick(c.link.connections[0])  # The link's owner has a deadline now.
 
 
 cdef Moved held_up(Connection *c) noexcept nogil:

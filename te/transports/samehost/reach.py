@@ -20,7 +20,12 @@ import struct
 from typing import Final
 
 from te.handshake import Card
-from te.transports.samehost._core import NONCE_NBYTES, RINGS_NBYTES, read_process
+from te.transports.samehost._core import (
+    LOOK_TIMEOUT_S,
+    NONCE_NBYTES,
+    RINGS_NBYTES,
+    read_process,
+)
 from te.transports.samehost.messages import Nonce
 from te.transports.samehost.process import Process, Readers
 
@@ -106,10 +111,11 @@ class NonceMemory:
 
 
 def cannot_read(process: Process, nonce: Nonce) -> str | None:
-    """Why the memory of the process cannot be read from here; None if it can."""
+    """Why the memory of the process cannot be read from here; None if it can. Blocks for
+    ``LOOK_TIMEOUT_S`` where that memory does not answer."""
     pid = process.pid
     try:
-        found = read_process(pid, nonce.address, len(nonce.data))
+        found = read_process(pid, nonce.address, len(nonce.data), LOOK_TIMEOUT_S)
     except OSError as exc:
         problem = f"process_vm_readv of process {pid}: {exc.strerror}"
         return problem + _CURE if exc.errno == errno.EPERM else problem

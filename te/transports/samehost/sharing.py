@@ -54,6 +54,8 @@ class Shares:
         self._confirmed: set[int] = set()
         #: What has been logged: the same holds for many regions.
         self._problems: set[str] = set()
+        #: Whether it did not answer in time: registering memory waits for it no more.
+        self.is_silent = False
 
     def has(self, serial: int) -> bool:
         """Whether all of a region is mapped."""
@@ -69,7 +71,10 @@ class Shares:
     ) -> None:
         """Has the peer map it, unless it has, or it is registered no more. The link works without,
         only slower; the log says why."""
-        with self._lock:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not self._lock.acquire(timeout=left_s):
+            return
+        try:
             if memory.serial in self._mapped or not is_current(memory.serial) or not self.alive:
                 return
             self._mapped.add(memory.serial)
@@ -85,6 +90,8 @@ class Shares:
                     memory.nbytes,
                     problem,
                 )
+        finally:
+            self._lock.release()
 
     def _share_parts(self, memory: SharedMemory, deadline_s: float) -> str | None:
         """Under the lock."""
@@ -159,14 +166,18 @@ class Sharing:
         # First the list, then the memory: what goes meanwhile finds the link, or is not seen.
         found = tuple(one for one in self._current() if (one.export.handles == "") == by_files)
         for memory in found:
-            if time.monotonic() < deadline_s:
-                shares.share(memory, self._is_current, deadline_s)
+            shares.share(memory, self._is_current, deadline_s)
         return found
 
     def add(self, memory: SharedMemory, timeout_s: float) -> None:
-        """Memory was registered."""
+        """Memory was registered. Peers for which no time is left copy it more slowly."""
+        deadline_s = time.monotonic() + timeout_s
         for shares in self._alive():
-            shares.share(memory, self._is_current, time.monotonic() + timeout_s)
+            if not shares.is_silent:
+                shares.share(memory, self._is_current, deadline_s)
+                if time.monotonic() >= deadline_s:
+                    shares.is_silent = True
+                    return
 
     def remove(self, memory: SharedMemory, timeout_s: float) -> None:
         """Memory is registered no more; after it returns no live link has it mapped."""

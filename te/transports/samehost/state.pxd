@@ -40,6 +40,7 @@ cdef struct Samehost:
     Streams streams  # first
     pid_t pid  # whose memory is copied
     int pidfd  # of that process
+    u32 tells_of_end  # atomic: the link's owner is woken up when that process ends
     u64 alive_ns  # atomic: when it was last seen alive
     # Where that process has what, and no child of it; it is read with what is copied.
     u64 nonce_at

@@ -121,6 +121,8 @@ class SameHost(Transport):
         """Listens on an abstract socket."""
         self._local = local
         self._sharing = Sharing(functools.partial(_registered, local.memory))
+        if not local.config.listens:
+            return ()
         try:
             sock = reach.listen(local.id, LISTEN_BACKLOG)
         except OSError as exc:
@@ -248,6 +250,8 @@ class SameHost(Transport):
 
 @dataclass
 class _Join(Join):
+    may_block: ClassVar = True  # The other side's memory may not answer.
+
     transport: SameHost
     local: Local
     call: Call
@@ -256,19 +260,27 @@ class _Join(Join):
     nonce: Nonce
     answer: bytes
     process: Process | None = field(default=None, init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    is_closed: bool = field(default=False, init=False)
 
     def check(self) -> bytes:
         """Whether the process may be copied from."""
         process = peer_process(self.call.sock)
         if isinstance(process, str):
             raise TransportRefused(process)
-        self.process = process
-        if self.link is not None:
-            _check_pid(self.link, process.pid)
-        problem = reach.cannot_read(process, self.nonce)
-        if problem is not None:
-            raise TransportRefused(problem)
-        _let_read(process.pid)
+        with contextlib.ExitStack() as undo:
+            undo.callback(process.close)
+            if self.link is not None:
+                _check_pid(self.link, process.pid)
+            problem = reach.cannot_read(process, self.nonce)
+            if problem is not None:
+                raise TransportRefused(problem)
+            _let_read(process.pid)
+            with self.lock:
+                if self.is_closed:
+                    raise TransportRefused("the connection was closed meanwhile")
+                self.process = process
+            undo.pop_all()
         return self.answer
 
     def begin(self) -> IncomingLink:
@@ -284,9 +296,11 @@ class _Join(Join):
         return link.handle.add_rail(self.call.sock.fileno(), self.call.fds[0])
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
-            self.process = None
+        with self.lock:
+            self.is_closed = True
+            process, self.process = self.process, None
+        if process is not None:
+            process.close()
 
 
 def _let_read(pid: int) -> None:
