@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootstrap_server.client.bootstrap_client import BootstrapClient
 from bootstrap_server.client.http import HttpClient, split_address
-from bootstrap_server.client.lease import RankLease
+from bootstrap_server.client.lease import RankLease, close_leases
 from bootstrap_server.ranks.errors import (
     BootstrapError,
     LeaseLost,
@@ -90,6 +90,7 @@ __all__ = [
     "Why",
     "check_configs",
     "check_formats",
+    "close_leases",
     "cp_transfer",
     "dealt_over",
     "holding",

@@ -3,14 +3,14 @@
 
 One header each, `SGLang-Mooncake-Proof`:
 
-    request   1 TIME_MS CLIENT NUMBER DIGEST SEAL
-    answer    1 SEAL
+    request   1 TIME_MS CLIENT NUMBER DIGEST MAC
+    answer    1 MAC
 
 TIME_MS is the client's clock since 1970. CLIENT is 16 random bytes of a process, NUMBER counts its
 requests: the pair is the nonce, and a server needs to keep little of each client (`replays.py`).
 DIGEST is the SHA-256 of the body: so a stranger is refused before his body is read. Bytes are in
-lower-case hexadecimal digits. A request's seal covers method, path with query, and what stands
-before it in the header; an answer's covers the request's seal, status, encoding and body as sent,
+lower-case hexadecimal digits. A request's MAC covers method, path with query, and what stands
+before it in the header; an answer's covers the request's MAC, status, encoding and body as sent,
 and is made with the key that the request was.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
-from bootstrap_server.admission.secret import seal
+from bootstrap_server.admission.secret import mac
 
 __all__ = [
     "HEADER",
@@ -59,10 +59,10 @@ class RequestProof(NamedTuple):
     """The header of a request."""
 
     claim: Claim
-    seal: bytes
+    mac: bytes
 
     def __str__(self) -> str:
-        return f"{self.claim} {self.seal.hex()}"
+        return f"{self.claim} {self.mac.hex()}"
 
     @staticmethod
     def parse(header: str) -> RequestProof:
@@ -70,9 +70,9 @@ class RequestProof(NamedTuple):
         match = _FORM.fullmatch(header)
         if match is None:
             raise ValueError("the header is no proof of version 1")
-        time_ms, client, number, digest, sealed = match.groups()
+        time_ms, client, number, digest, mac_text = match.groups()
         claim = Claim(int(time_ms), bytes.fromhex(client), int(number), bytes.fromhex(digest))
-        return RequestProof(claim, bytes.fromhex(sealed))
+        return RequestProof(claim, bytes.fromhex(mac_text))
 
 
 def digest_of(body: bytes | None) -> bytes:
@@ -82,24 +82,24 @@ def digest_of(body: bytes | None) -> bytes:
 
 def prove_request(key: bytes, method: str, path: str, claim: Claim) -> RequestProof:
     """The proof of a request; `path` with query, as it goes over the wire."""
-    return RequestProof(claim, _seal_request(key, method, path, claim))
+    return RequestProof(claim, _mac_of_request(key, method, path, claim))
 
 
 def key_of(keys: Sequence[bytes], method: str, path: str, proof: RequestProof) -> bytes | None:
     """That of `keys` with which the request was proved; None for none of them."""
     for key in keys:
-        if hmac.compare_digest(_seal_request(key, method, path, proof.claim), proof.seal):
+        if hmac.compare_digest(_mac_of_request(key, method, path, proof.claim), proof.mac):
             return key
     return None
 
 
 def prove_answer(key: bytes, request: RequestProof, status: int, encoding: str, body: bytes) -> str:
     """The header of the answer to a request; `encoding` is its Content-Encoding, or empty."""
-    parts = (request.seal, str(status).encode("ascii"), encoding.encode("latin-1"), body)
-    return f"1 {seal(key, _ANSWER, *parts).hex()}"
+    parts = (request.mac, str(status).encode("ascii"), encoding.encode("latin-1"), body)
+    return f"1 {mac(key, _ANSWER, *parts).hex()}"
 
 
-def _seal_request(key: bytes, method: str, path: str, claim: Claim) -> bytes:
+def _mac_of_request(key: bytes, method: str, path: str, claim: Claim) -> bytes:
     parts = (method, path, str(claim))
     # What is no UTF-8 on the wire is kept by surrogates, there and here.
-    return seal(key, _REQUEST, *(part.encode("utf-8", "surrogateescape") for part in parts))
+    return mac(key, _REQUEST, *(part.encode("utf-8", "surrogateescape") for part in parts))

@@ -33,7 +33,7 @@ class _Client:
 
 
 class Replays:
-    """Takes each (client, number) once. Only for requests whose seal is right: whoever has no key
+    """Takes each (client, number) once. Only for requests whose MAC is right: whoever has no key
     uses no memory here."""
 
     def __init__(

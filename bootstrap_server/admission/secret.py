@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Final
 
-__all__ = ["KEY_BYTES", "SECRETS_MAX", "Keys", "hkdf", "new_secret", "seal", "split_secrets"]
+__all__ = ["KEY_BYTES", "SECRETS_MAX", "Keys", "hkdf", "mac", "new_secret", "split_secrets"]
 
 KEY_BYTES: Final = 32
 #: A rotation needs two.
@@ -73,7 +73,7 @@ def hkdf(secret: bytes, salt: bytes, label: bytes, length_bytes: int) -> bytes:
     return made[:length_bytes]
 
 
-def seal(key: bytes, label: bytes, *parts: bytes) -> bytes:
+def mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
     """HMAC with SHA-256 over `parts`, each with its length, so that none can run into the next;
     `label` keeps the uses of one key apart. 32 bytes."""
     text = b"".join(len(part).to_bytes(8, "big") + part for part in (label, *parts))

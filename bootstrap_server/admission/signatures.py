@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from bootstrap_server.admission.secret import seal
+from bootstrap_server.admission.secret import mac
 from bootstrap_server.ranks.errors import NeverServed, Why
 from bootstrap_server.ranks.records import (
     DEFAULT_INSTANCE,
@@ -83,4 +83,4 @@ def _signature(key: bytes, config: InstanceConfig, rank: Rank, instance: str) ->
     plain = msgspec.structs.replace(rank, signature="")
     # Of each value one text, whatever the order in which a JSON object had its names.
     parts = (msgspec.json.encode(part, order="sorted") for part in (instance, config, plain))
-    return seal(key, _LABEL, *parts).hex()
+    return mac(key, _LABEL, *parts).hex()

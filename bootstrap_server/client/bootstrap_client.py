@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 ANSWER_EXCERPT_CHARS: Final = 160
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
-#: A place whose former holder should be gone is asked for this often, and so long after.
-TAKEN_POLL_S: Final = 1.0
+#: A place whose former holder should be gone is asked for this often, first sooner, and so long
+#: after.
+TAKEN_POLL_MAX_S: Final = 1.0
 TAKEN_MARGIN_S: Final = 2.0
 PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 
@@ -157,14 +158,14 @@ class BootstrapClient:
         """Register a rank; returns how long its lease lasts, in seconds.
 
         The server may come up later: tries for `deadline_s`. A place that a live rank holds is
-        asked for until that rank's lease must have ended: after a crash it ends, and this rank
-        is a restart; if not, the holder is another server. Raises `RegistrationRefused` then, and
-        at once for a record that the server refuses otherwise; `Unreachable` when nothing has
-        answered by the deadline.
+        asked for until that rank's lease must have ended: after a crash it ends, at once where the
+        registry can tell, and this rank is a restart; if not, the holder is another server. Raises
+        `RegistrationRefused` then, and at once for a record that the server refuses otherwise;
+        `Unreachable` when nothing has answered by the deadline.
         """
         give_up_at_s = self._clock() + deadline_s
         free_at_s: float | None = None
-        backoff_s = BACKOFF_FIRST_S
+        backoff_s = poll_s = BACKOFF_FIRST_S
         while True:
             try:
                 return self.try_register(record)
@@ -185,7 +186,8 @@ class BootstrapClient:
                     logger.warning("registration waits: %s", error)
                 if now_s >= free_at_s:
                     raise
-                self._sleep(min(TAKEN_POLL_S, free_at_s - now_s))
+                self._sleep(min(poll_s, free_at_s - now_s))
+                poll_s = min(2 * poll_s, TAKEN_POLL_MAX_S)
 
     def try_register(self, record: RankRecord) -> float:
         """Register a rank or raise, as `register` but without waiting for anything."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self
 
 from bootstrap_server.client.bootstrap_client import BootstrapClient
@@ -14,7 +14,7 @@ from bootstrap_server.ranks.rank_status import RankStatus
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE, RankRecord
 from bootstrap_server.ranks.registry import RENEWALS_PER_LEASE
 
-__all__ = ["AGAIN_S", "RankLease"]
+__all__ = ["AGAIN_S", "RankLease", "close_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,13 @@ class RankLease:
 
     def close(self) -> None:
         """Give the place back, so that a restarted rank gets it at once. Idempotent."""
-        self._closing.set()
+        self.let_go()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_DEADLINE_S)
+
+    def let_go(self) -> None:
+        """The same without waiting for the registry; `close` follows."""
+        self._closing.set()
 
     def _run(self) -> None:
         with self._client:
@@ -143,3 +147,13 @@ class RankLease:
         elif problem is None and self.problem is not None:
             logger.warning("rank %s is registered again", self._record.rank.coords)
         self.problem = problem
+
+
+def close_leases(leases: Iterable[RankLease]) -> None:
+    """Close several together: registries that do not answer are waited for at once, and not one
+    after the other."""
+    closing = list(leases)
+    for lease in closing:
+        lease.let_go()
+    for lease in closing:
+        lease.close()

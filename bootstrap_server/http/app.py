@@ -26,11 +26,13 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 With keys a `Gate` stands before all of them but `GET /health`, `GET /metrics` and notices.
 
 Handlers run on one event loop and never await between reading and writing the registry, so
-there are no locks.
+there are no locks. A registration that finds its place taken may wait (`succession.py`), and begins
+again after that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Final
 
@@ -58,6 +60,7 @@ from bootstrap_server.http.query import rank_number, revision_of, wait_s_of
 from bootstrap_server.http.rank_lines import RankLines
 from bootstrap_server.http.routers import RouterHandlers
 from bootstrap_server.http.status import StatusHandlers
+from bootstrap_server.http.succession import Succession
 from bootstrap_server.http.waiting import Waiting
 from bootstrap_server.page.board import Board, Report
 from bootstrap_server.page.status_report import read_report
@@ -144,7 +147,7 @@ def make_app(
         why = notice.reason if is_known else "it gave requests up, and does not prove our secret"
         board.turn_away(_address(request), why, clock(), len(notice.rooms))
 
-    given_up = GivenUpHandlers(clock, given_up_by)
+    given_up = GivenUpHandlers(clock, given_up_by, board.first_revision)
     metrics = MetricsHandlers(registry, board, watch, clock)
     guarding = None
     if gate is not None:
@@ -241,6 +244,7 @@ class _Handlers:
         self._bad_reports = Refusals("status report")
         self._refused = Refusals("registration")
         self._waiting = Waiting()
+        self._succession = Succession(board, lines, clock)
         #: By instance name: the revision that it shows, and the encoded instance.
         self._snapshots: dict[str, tuple[int, Snapshot]] = {}
 
@@ -257,7 +261,7 @@ class _Handlers:
     async def put_rank(self, request: web.Request) -> web.Response:
         record = await read_body(request, _RECORD)
         place = _name(request), _role(request)
-        table = self._register(request, place, record, refused_status=409, leased=True)
+        table = await self._register(request, place, record, refused_status=409, leased=True)
         self._board.registered(table.name, record, self._kept(request), self._clock())
         return json_response({"lease_s": self._registry.lease_s})
 
@@ -269,11 +273,11 @@ class _Handlers:
             raise RefusalError(400, f"PUT /route: bad value: {error}") from error
         # SGLang's server answers 400 to a rank that contradicts the others.
         place = self._registry.default.name, self._registry.default.role
-        table = self._register(request, place, record, refused_status=400, leased=False)
+        table = await self._register(request, place, record, refused_status=400, leased=False)
         self._board.registered(table.name, record, None, self._clock())
         return web.Response(text="OK")
 
-    def _register(
+    async def _register(
         self,
         request: web.Request,
         place: tuple[str, Role],
@@ -282,17 +286,29 @@ class _Handlers:
         *,
         leased: bool,
     ) -> InstanceTable:
-        (name, role), rank = place, record.rank
-        generation = self._table(name, role).generation
+        address = _address(request)
         try:
-            table = self._registry.register(name, record, self._clock(), leased=leased, role=role)
+            try:
+                return self._take_in(place, record, leased=leased)
+            except PlaceTaken:
+                find = functools.partial(self._table, *place)
+                if not await self._succession.end_former(find, record.rank, address):
+                    raise
+                return self._take_in(place, record, leased=leased)
         except PlaceTaken as error:
             raise RefusalError(refused_status, str(error), left_s=error.left_s) from error
         except RegistrationRefused as error:
-            self._refused.note(_address(request), str(error))
+            self._refused.note(address, str(error))
             raise RefusalError(refused_status, str(error)) from error
         except RegistryFull as error:
             raise RefusalError(429, str(error)) from error
+
+    def _take_in(
+        self, place: tuple[str, Role], record: RankRecord, *, leased: bool
+    ) -> InstanceTable:
+        (name, role), rank = place, record.rank
+        generation = self._table(name, role).generation
+        table = self._registry.register(name, record, self._clock(), leased=leased, role=role)
         if generation not in (0, table.generation):
             self._lines.began_anew(rank, table)
         self._lines.registered(rank, table)

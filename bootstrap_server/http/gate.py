@@ -27,16 +27,25 @@ PROVED: Final = web.RequestKey("proved", bool)
 _OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics"), ("POST", GIVEN_UP_PATH)})
 
 
+_HOW: Final = (
+    "start it with the same SGLANG_MOONCAKE_SECRET_FILE; stock SGLang servers and tools cannot be "
+    "served"
+)
+
+
 class Gate:
-    """Decides by the keys of the registry; `clock` gives seconds since 1970."""
+    """Decides by the keys of the registry; `clock` gives seconds since 1970. `how`: what the log
+    tells of those who prove nothing."""
 
     def __init__(
         self,
         keys: Sequence[bytes],
         clock: Callable[[], float] = time.time,
         replays: Replays | None = None,
+        *,
+        how: str = _HOW,
     ) -> None:
-        self._keys, self._clock = tuple(keys), clock
+        self._keys, self._clock, self._how = tuple(keys), clock, how
         self._replays = Replays() if replays is None else replays
 
     def admit(
@@ -44,10 +53,7 @@ class Gate:
     ) -> tuple[bytes, RequestProof] | str:
         """The key and the proof of a request, or why it is refused."""
         if header is None:
-            return (
-                "it does not prove that it has our secret: start it with the same "
-                "SGLANG_MOONCAKE_SECRET_FILE; stock SGLang servers and tools cannot be served"
-            )
+            return f"it does not prove that it has our secret: {self._how}"
         try:
             proof = RequestProof.parse(header)
         except ValueError as error:

@@ -28,9 +28,11 @@ class GivenUpHandlers:
         self,
         clock: Callable[[], float],
         noted: Callable[[web.Request, Notice], None],
+        first_revision: int,
     ) -> None:
-        """``noted`` is told of each notice."""
-        self._rooms, self._clock, self._noted = GivenUpRooms(), clock, noted
+        """``noted`` is told of each notice. ``first_revision``: see `GivenUpRooms`."""
+        self._rooms = GivenUpRooms(first_revision=first_revision)
+        self._clock, self._noted = clock, noted
         self._waiting = Waiting()
 
     def routes(self) -> list[web.RouteDef]:
@@ -56,9 +58,10 @@ class GivenUpHandlers:
 
     async def get(self, request: web.Request) -> web.Response:
         after, wait_s = revision_of(request), wait_s_of(request)
-        if after == self._rooms.revision and wait_s > 0:
+        heard = after or self._rooms.first_revision  # 0: he has heard nothing yet
+        if heard == self._rooms.revision and wait_s > 0:
             try:
-                await self._waiting.until(_ALL, lambda: self._rooms.revision != after, wait_s)
+                await self._waiting.until(_ALL, lambda: self._rooms.revision != heard, wait_s)
             except RegistryFull as error:
                 raise RefusalError(429, str(error)) from error
         return json_response(self._rooms.after(after, self._clock()))

@@ -61,6 +61,18 @@ class RankLines:
             rank.port,
         )
 
+    def ended(self, name: str, rank: Rank) -> None:
+        """The process of a rank of the instance `name` has ended, and its place is free."""
+        self._write(
+            logging.WARNING,
+            "rank %s of instance %s, at %s port %d, has ended and was removed from the registry: "
+            "its connection is closed, and nothing of it listens on its port",
+            rank.coords,
+            name,
+            rank.host,
+            rank.port,
+        )
+
     def shut_down(self, name: str, coords: RankCoords) -> None:
         """A rank of the instance `name` gave its place back."""
         self._write(logging.INFO, "rank %s of instance %s was shut down", coords, name)

@@ -63,11 +63,15 @@ class GivenUp(msgspec.Struct, frozen=True):
 
 class GivenUpRooms:
     """At most `capacity` rooms, each for `expiry_s`; the oldest goes for a new one, so that a flood
-    of notices costs those of others, never memory."""
+    of notices costs those of others, never memory. Revisions count from `first_revision`, which
+    should grow with every start of a registry: who follows those of a former life, and asks when
+    this one has come as far, would miss what they say."""
 
-    def __init__(self, capacity: int = 4_096, expiry_s: float = 60.0) -> None:
+    def __init__(
+        self, capacity: int = 4_096, expiry_s: float = 60.0, first_revision: int = 0
+    ) -> None:
         self._capacity, self._expiry_s = capacity, expiry_s
-        self.revision = 0
+        self.first_revision = self.revision = first_revision
         #: room → (revision, what was said, time), the oldest notice first.
         self._rooms: OrderedDict[int, tuple[int, GivenUpRoom, float]] = OrderedDict()
 

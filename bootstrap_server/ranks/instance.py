@@ -11,7 +11,8 @@ Rules of registration
    two processes cannot listen on one port, so the former life is gone. From any other endpoint
    the newcomer is told to wait (`PlaceTaken`) until the lease ends, which happens within one
    lease after a crash, and never while the former life renews. That is how a second server which
-   was started with the address of this one is told from a restart.
+   was started with the address of this one is told from a restart. The caller may end a lease
+   sooner (`end`) when it knows that the process has ended (`suspects.py`).
 3. A record whose configuration contradicts the live ranks is refused, naming both values. While
    one of them holds a lease this too is `PlaceTaken`; when they have all gone, or cannot tell
    that they are alive and the newcomer can, a new generation of the instance begins.
@@ -167,6 +168,10 @@ class InstanceTable:
         self.expire(now_s)
         self._check_life(coords, epoch)
         self._drop(coords, "has been shut down")
+
+    def end(self, coords: RankCoords) -> None:
+        """End the lease of a rank of which is known that its process has ended."""
+        self._drop(coords, "has ended: nothing listens on its port")
 
     def expire(self, now_s: float) -> list[Rank]:
         """Drop ranks whose leases have lapsed, and return them; free when there are none."""

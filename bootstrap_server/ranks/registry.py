@@ -35,8 +35,7 @@ __all__ = [
 ]
 
 #: How long a rank lives after its last renewal, and so how long a restarted one may have to wait
-#: for its former self's place. A crashed SGLang server is not back sooner anyway: it takes about as
-#: long to import SGLang and load a model.
+#: for its former self's place, where nothing tells sooner that this one has ended (`suspects.py`).
 LEASE_S: Final = 15.0
 #: A rank may miss two renewals in a row while its interpreter is held.
 RENEWALS_PER_LEASE: Final = 3

@@ -26,6 +26,7 @@ from bootstrap_server.ranks.records import (
 
 __all__ = [
     "ROOMS_PER_QUERY_MAX",
+    "ROOM_MAX",
     "QueryBody",
     "RoomBody",
     "RouteBody",
@@ -129,12 +130,16 @@ class RoomBody(msgspec.Struct, frozen=True):
     instance: str = DEFAULT_INSTANCE
 
     def __post_init__(self) -> None:
-        _check_room(self.bootstrap_room)
+        if not 0 <= self.bootstrap_room <= ROOM_MAX:
+            raise ValueError(f"bootstrap_room is outside 0..{ROOM_MAX}")
         check_instance_name(self.instance)
 
 
 class QueryBody(msgspec.Struct, frozen=True):
-    """Body of `POST /query_dp_ranks`."""
+    """Body of `POST /query_dp_ranks`. Its rooms may be any numbers, as nobody knows those that are
+    none: clients choose them, and SGLang asks for all requests that wait at once, again and again
+    until each is known or has failed. One that was refused would keep all of them waiting.
+    """
 
     bootstrap_rooms: list[int]
 
@@ -144,8 +149,6 @@ class QueryBody(msgspec.Struct, frozen=True):
                 f"{len(self.bootstrap_rooms)} rooms in one query, at most "
                 f"{ROOMS_PER_QUERY_MAX} are allowed"
             )
-        for room in self.bootstrap_rooms:
-            _check_room(room)
 
 
 def topology_answer(instance: Instance) -> dict[str, object]:
@@ -179,8 +182,3 @@ def topology_answer(instance: Instance) -> dict[str, object]:
 def rank_answer(rank: Rank) -> dict[str, object]:
     """Answer of `GET /route` for one rank."""
     return {"rank_ip": rank.host, "rank_port": rank.port}
-
-
-def _check_room(room: int) -> None:
-    if not 0 <= room <= ROOM_MAX:
-        raise ValueError(f"bootstrap_room is outside 0..{ROOM_MAX}")

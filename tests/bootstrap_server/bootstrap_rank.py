@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,9 +34,14 @@ sys.stdin.read()
 
 @contextmanager
 def rank_process(
-    where: str, record: RankRecord, status: RankStatus | None = None, role: str = "prefill"
+    where: str,
+    record: RankRecord,
+    status: RankStatus | None = None,
+    role: str = "prefill",
+    listener: socket.socket | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Registered at `where` when this returns; the process is killed at the end."""
+    """Registered at `where` when this returns; the process is killed at the end. From then on it
+    alone has the `listener`."""
     arguments = [msgspec.json.encode(one).decode() for one in (record, status)]
     process = subprocess.Popen(
         [sys.executable, "-c", _RANK, where, *arguments, role],
@@ -44,7 +50,10 @@ def rank_process(
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        pass_fds=() if listener is None else (listener.fileno(),),
     )
+    if listener is not None:
+        listener.close()
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "registered\n"

@@ -108,7 +108,8 @@ def test_the_table_agrees_with_a_model_of_the_rules(
         model.expire(now_s)
         coords = data.draw(st.sampled_from(list(PAIR.coords())))
         epoch = data.draw(st.integers(0, 5))
-        match data.draw(st.sampled_from(["register", "register", "renew", "release", "expire"])):
+        changes = ["register", "register", "renew", "release", "end", "expire"]
+        match data.draw(st.sampled_from(changes)):
             case "register":
                 port, page_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 16]))
                 leased = data.draw(st.booleans())
@@ -129,6 +130,11 @@ def test_the_table_agrees_with_a_model_of_the_rules(
             case "expire":
                 lapsed = table.expire(now_s)
                 assert all(rank.coords not in model.lives for rank in lapsed)
+            case "end":
+                table.expire(now_s)
+                if coords in model.lives and model.lives[coords][2] is not None:
+                    table.end(coords)
+                    del model.lives[coords]
             case change:
                 life = model.lives.get(coords)
                 call = table.renew if change == "renew" else table.release

@@ -14,7 +14,7 @@ from bootstrap_server.admission.proof import (
     prove_request,
 )
 from bootstrap_server.admission.replays import SKEW_MAX_S, WINDOW, Replays
-from bootstrap_server.admission.secret import seal
+from bootstrap_server.admission.secret import mac
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 CLAIM = Claim(1_700_000_000_000, b"c" * 16, 7, digest_of(b"body"))
@@ -44,14 +44,14 @@ def test_any_of_the_keys_is_found() -> None:
         ("PUT", "/v1/instances?a=b", {"body_digest": digest_of(b"bode")}),
     ],
 )
-def test_a_seal_is_for_one_request(method: str, path: str, changes: dict[str, object]) -> None:
-    changed = RequestProof(CLAIM._replace(**changes), PROOF.seal)
+def test_a_mac_is_for_one_request(method: str, path: str, changes: dict[str, object]) -> None:
+    changed = RequestProof(CLAIM._replace(**changes), PROOF.mac)
     assert key_of([KEY], method, path, changed) is None
 
 
 def test_parts_do_not_run_into_each_other() -> None:
-    assert seal(KEY, b"x", b"ab", b"c") != seal(KEY, b"x", b"a", b"bc")
-    assert seal(KEY, b"x", b"ab") != seal(KEY, b"xa", b"b")
+    assert mac(KEY, b"x", b"ab", b"c") != mac(KEY, b"x", b"a", b"bc")
+    assert mac(KEY, b"x", b"ab") != mac(KEY, b"xa", b"b")
 
 
 def test_no_body_is_an_empty_body() -> None:
@@ -88,7 +88,7 @@ def test_an_answer_is_for_one_request_and_never_a_request() -> None:
         prove_answer(KEY, PROOF, 201, "", b"body"),
         prove_answer(KEY, PROOF, 200, "gzip", b"body"),
         prove_answer(KEY, PROOF, 200, "", b"bodi"),
-        f"1 {PROOF.seal.hex()}",
+        f"1 {PROOF.mac.hex()}",
     }
 
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootstrap_server import BootstrapServer, NeverServed, Unreachable
-from bootstrap_server.client.bootstrap_client import BootstrapClient
 from bootstrap_server.ranks.given_up import (
     GIVEN_UP_PATH,
     NOTICE_BYTES_MAX,
@@ -61,11 +60,26 @@ def test_a_registry_that_was_restarted_tells_all_that_it_knows():
     assert table.after(1_000, 0.0).rooms == {1: GivenUpRoom("x")}
 
 
+def test_who_has_followed_a_former_life_of_a_registry_misses_nothing():
+    """As many rooms were given up since its restart as before it."""
+    with (
+        BootstrapServer(host="127.0.0.1", port=0) as former,
+        BootstrapServer(host="127.0.0.1", port=0) as registry,
+    ):
+        for server, room in ((former, 1), (registry, 2)):
+            with closing(patient_client(address(server))) as decode:
+                decode.give_up([room], "x")
+        with closing(patient_client(address(former))) as rank:
+            followed = rank.given_up(0, 0.0).revision
+        with closing(patient_client(address(registry))) as rank:
+            assert rank.given_up(followed, 0.0).rooms == {2: GivenUpRoom("x")}
+
+
 def test_a_prefill_rank_that_waits_hears_what_a_stranger_says_of_a_room():
     with (
         BootstrapServer(host="127.0.0.1", port=0, keys=[KEY]) as server,
         closing(patient_client(address(server), keys=[KEY])) as rank,
-        closing(BootstrapClient(address(server))) as decode,
+        closing(patient_client(address(server))) as decode,
     ):
         heard = []
         waits = threading.Thread(target=lambda: heard.append(rank.given_up(0, 60.0)))
@@ -116,7 +130,7 @@ def test_errors_say_whether_asking_again_can_help():
     ):
         none.instance()
     with (
-        closing(BootstrapClient(address(server))) as client,
+        closing(patient_client(address(server))) as client,
         pytest.raises(Unreachable) as gone,
     ):
         client.instance()
