@@ -32,13 +32,14 @@ class Reader:
     def changes(self) -> int:
         """Rises with every change of its entries."""
 
-    def keys(self, ranks: Buffer) -> bytes:
+    def keys(self, ranks: Buffer) -> bytes | None:
         """The keys of all entries, but those of owners whose byte in ``ranks`` is 0; a key as often
-        as it has entries. What changes meanwhile is there or not."""
+        as it has entries. What changes meanwhile is there or not; None if a part of the table
+        changes so fast that it cannot be read."""
 
 class Mirror(Reader):
     """Another process's table. What that one changes at the moment is looked at again, for some
-    hundred microseconds at most; then it is not found, nor listed."""
+    hundred microseconds at most; then it is not found."""
 
     def __init__(self, memory: Any) -> None:
         """``memory``: its file, mapped. ``ValueError`` if it is none."""

@@ -146,7 +146,7 @@ cdef inline Shard *shard_of(Shard *shards, u64 hashed) noexcept nogil:
 
 
 cdef inline u8 rank_of(const Entry *e, const u8 *ranks) noexcept nogil:
-    """0 if the owner cannot be used; memory comes before what lies below."""
+    """0 if the owner cannot be used; memory comes before the lower tier."""
     cdef u8 rank = ranks[e.owner]
     return rank | IN_MEMORY if rank and e.slot != LOWER_TIER else rank
 
@@ -290,6 +290,7 @@ cdef class Reader:
     def keys(self, object ranks):
         cdef Py_buffer view
         cdef list parts = []
+        cdef object part
         cdef int i
         PyObject_GetBuffer(ranks, &view, PyBUF_SIMPLE)
         try:
@@ -299,12 +300,16 @@ cdef class Reader:
                 if i % SHARDS_AT_ONCE == 0:
                     with nogil:
                         pass
-                parts.append(self.keys_of(&self.shards()[i], <u8 *>view.buf))
+                part = self.keys_of(&self.shards()[i], <u8 *>view.buf)
+                if part is None:
+                    return None
+                parts.append(part)
         finally:
             PyBuffer_Release(&view)
         return b"".join(parts)
 
-    cdef bytes keys_of(self, Shard *shard, const u8 *ranks):
+    cdef object keys_of(self, Shard *shard, const u8 *ranks):
+        """None if the shard changes all the time."""
         cdef u64 number, at, mask, used
         cdef i64 found
         cdef bytes packed
@@ -325,7 +330,7 @@ cdef class Reader:
                     if found >= 0 and load_relaxed(&shard.number) == number:
                         return packed[: found * KEY]
             wait_a_little(look > LOOKS)
-        return b""
+        return None
 
     cdef inline bint has(self, u64 at, u64 mask) noexcept nogil:
         """Whether entries can be there: what is read while it changes may be anything."""

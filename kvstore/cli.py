@@ -18,13 +18,13 @@ import msgspec
 import te
 from kvstore.client.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.config import Config
+from kvstore.host.directory import Directory
 from kvstore.host.place import Place
-from kvstore.membership.directory import Directory
 from kvstore.memory.policies import POLICIES
 from kvstore.metrics.http import MetricsServer
 from kvstore.networking import config_of
+from kvstore.owning import OwningStore
 from kvstore.serving import allow_open_files, lock_of, serve
-from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
 from te.arguments import BAD_USAGE, Parser, address
@@ -60,7 +60,8 @@ def _parser(tools: Mapping[str, Any]) -> argparse.ArgumentParser:
         help="show what the store's processes of this user hold and do",
         description="Prints a line for each process. LENDS: memory for the store. OBJECTS, EVICTED:"
         " pages there, and pages that had to go. LOWER, PROMOTED, DROPPED: pages on its disk, read"
-        " from there, and gone without a copy there. OWNERS: others that lend, usable/known. HITS:"
+        " from there, and gone without a copy there. OWNERS: of a server, whether its host's"
+        " owner answers (1/1); of an owner, those of other hosts, usable/known. HITS:"
         " part of the pages asked for that were found. REJECTED: found under other weights, dtype,"
         " TP or page size. LOST: found, and did not come. DECLINED: found, and computed since that"
         " was expected to be faster. UNPAID: loads that took longer than computing, of those whose"
@@ -103,7 +104,7 @@ def _add_what_is_kept(serve: argparse.ArgumentParser) -> None:
         "--memory", type=_size, required=True, help="how much, such as 64GiB or 512MiB"
     )
     serve.add_argument(
-        "--directory", type=Path, help="where the store's sockets are (default: as engines have it)"
+        "--directory", type=Path, help="where the store's sockets are (default: /tmp/kvstore-UID)"
     )
     serve.add_argument(
         "--file", type=Path, help="keep it in this file, so that a restart finds it again"
@@ -199,7 +200,7 @@ def _serve(options: argparse.Namespace) -> int:
     allow_open_files()
 
     @contextlib.contextmanager
-    def told(store: Store) -> Iterator[None]:
+    def told(store: OwningStore) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if options.metrics is not None:
                 store.teller.keep()

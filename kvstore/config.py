@@ -24,7 +24,6 @@ from kvstore.values import parse_bytes, typed
 __all__ = ["CHUNK_BYTES_MAX", "NO_KEYS", "Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
-OWNERS: Final = ("host", "rank")
 SIZES: Final = ("memory", "chunk_bytes", "disk_size", "objects_size")
 """Settings that may be texts such as "16GiB"."""
 NO_KEYS: Final = Keys()
@@ -45,7 +44,8 @@ class Config:
     Raises ``ValueError`` that names the field and its value when one is out of range.
     """
 
-    #: Memory that this host lends to the store (``owner``), in bytes; 0 lends none.
+    #: Memory that this host lends to the store, in bytes; 0 lends none. One process owns it for all
+    #: of this user's on this host.
     memory: int = 0
     #: Where the memory is kept, so that it outlives the process: a file of its own, on a tmpfs such
     #: as /dev/shm, or on a disk, whose pages RDMA devices refuse to register. Without it the memory
@@ -69,15 +69,13 @@ class Config:
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
     directory: Path = field(default_factory=_own_directory)
-    #: Whose the memory is: "host": that of one process for all of this user's on this host, which
-    #: the first one starts that needs it, and which stays when they end. Then ``memory``, ``file``,
-    #: ``disk``, ``objects`` and their like are that process's, once for the host, and those of the
-    #: one that has started it count. Or "rank": this process's own, which goes with it.
-    owner: str = "host"
-    #: How long that process stays when nobody uses it any more.
+    #: How long the process stays that owns the memory, when nobody uses it any more. The first one
+    #: of this host that needs it starts it, and its ``memory``, ``file``, ``disk``, ``objects`` and
+    #: their like count for all.
     linger_s: float = 600.0
-    #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,
-    #: such as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it, in the directory.
+    #: Where the owners of several hosts find each other: the URL of a Redis or Valkey server, such
+    #: as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it the store is this host's
+    #: alone.
     index: str = ""
     #: The address of this host that other hosts reach. By default the one from which it reaches the
     #: index.
@@ -100,6 +98,10 @@ class Config:
     #: Compares the checksum of what a get has read, where the processor can read the memory.
     #: Without it a get still notices every object that was evicted or replaced meanwhile.
     verify: bool = True
+    #: Whether other processes of this host want the same objects at about the same time, as the
+    #: ranks of a server do whose pages are the same for all (MLA). What lies at other hosts comes
+    #: through this host's owner then, once for all of them. Else this process reads it itself.
+    shared: bool = False
     #: The transfer engine's settings. Its keys are made of ``keys``, or are one that the processes
     #: of the directory share; ``host`` comes before its own.
     engine: te.Config = field(default_factory=te.Config)
@@ -126,8 +128,6 @@ class Config:
                 "index needs a secret, so that nobody else reads or writes the store: give all of"
                 " its processes the same secret file (`sglang-mooncake secret` makes one)"
             )
-        if self.owner not in OWNERS:
-            raise ValueError(f"owner={self.owner!r} is none of {', '.join(OWNERS)}")
         if not self.linger_s >= 0:
             raise ValueError(f"linger_s={self.linger_s} must be a number of seconds, 0 or more")
         if self.policy not in POLICIES:
@@ -162,7 +162,7 @@ class Config:
 
     @property
     def has_tier(self) -> bool:
-        """Whether there is something below the memory."""
+        """Whether there is a lower tier."""
         return self.disk is not None or bool(self.objects)
 
     @property
@@ -171,6 +171,10 @@ class Config:
         return dataclasses.replace(
             self, memory=0, file=None, disk=None, disk_size=0, objects="", objects_size=0
         )
+
+    def of_rank(self, *, shared: bool) -> Self:
+        """The same for one rank of a server, all of whose ranks have the same objects, or not."""
+        return dataclasses.replace(self, shared=self.shared or shared)
 
     @property
     def chunk_bytes_used(self) -> int:

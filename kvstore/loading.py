@@ -101,11 +101,11 @@ class Load:
 
     def _again(self, rows: Sequence[int]) -> None:
         """Nothing of these rows is under way."""
-        left_s = self._deadline_s - time.monotonic()
-        if not rows or left_s <= 0:
+        if not rows or time.monotonic() >= self._deadline_s:
             return
-        found = self._store.get(
-            self._keys[list(rows)], self._signature, self._destination.of(rows), left_s
+        # Counted by `finish`, with all others.
+        found = self._store.gets.get(
+            self._keys[list(rows)], self._signature, self._destination.of(rows), self._deadline_s
         )
         for row, one in zip(rows, found, strict=True):
             if one is not Got.MISSING:  # Why it was not there before says more.

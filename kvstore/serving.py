@@ -25,8 +25,9 @@ import te
 from kvstore.client.deadline import Deadline
 from kvstore.config import CHUNK_BYTES_MAX, Config
 from kvstore.host import agreement
+from kvstore.host.directory import Directory
 from kvstore.host.hosting import Brought, Hosting
-from kvstore.host.lifetime import GIVEN_WAY_S
+from kvstore.host.lifetime import ENDING_S, GIVEN_WAY_S
 from kvstore.host.messages import (
     BYTES_MAX,
     Join,
@@ -38,15 +39,21 @@ from kvstore.host.messages import (
 )
 from kvstore.host.place import Lock, Place
 from kvstore.host.starting import STARTED
-from kvstore.membership.directory import Directory
 from kvstore.memory.host_memory import check_room, least_room
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.memory.slab import Slab
+from kvstore.owning import OwningStore
 from kvstore.protocol.messages import VERSION
 from kvstore.protocol.users import pid_of
-from kvstore.store import Store
 
-__all__ = ["allow_open_files", "lock_of", "main_of_started", "serve", "transit_chunk_bytes"]
+__all__ = [
+    "allow_open_files",
+    "ended_by_signals",
+    "lock_of",
+    "main_of_started",
+    "serve",
+    "transit_chunk_bytes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +74,7 @@ def serve(
     place: Place,
     lock: Lock,
     linger_s: float | None,
-    started: Callable[[Store], AbstractContextManager[None]],
+    started: Callable[[OwningStore], AbstractContextManager[None]],
 ) -> None:
     """Owns the store's memory until SIGTERM or SIGINT, or until nobody has used it for
     ``linger_s``; None: an operator has started it, and ends it.
@@ -82,7 +89,8 @@ def serve(
     hosting = Hosting(place, lock, agreement.pool(config), linger_s)
     is_left = True  # If this fails in between, somebody may hold what was there before.
     try:
-        with _ended_by_signals(hosting.end):
+        with ended_by_signals(hosting.end) as signalled_fd:
+            hosting.wake_on(signalled_fd)
             is_started = linger_s is not None  # By a server.
             stays_s = math.inf if linger_s is None else linger_s
             brought = hosting.adopt() if is_started or config.file is None else None
@@ -90,17 +98,22 @@ def serve(
                 config = agreement.wished(config, brought.was)
             elif brought is not None:
                 brought = _fitting(config, brought)
+            if config.copies > 1 and not config.index:
+                logger.warning(
+                    "copies=%d has no effect: without an index there is no other host",
+                    config.copies,
+                )
             lends = config.memory > 0
-            used = replace(config, owner="rank")
-            if not lends:
-                used = _in_transit(used)
+            used = config if lends else _in_transit(config)
             with contextlib.ExitStack() as stack:
+                begins_to_end = stack.enter_context(_ending_in_time())
                 memory = None
                 if config.file is None and (is_started or brought is not None):
                     memory = _memory(used, brought)
                     stack.callback(memory.close)
-                store = stack.enter_context(Store(used, memory, lends=lends))
+                store = stack.enter_context(OwningStore(used, memory, lends=lends))
                 stack.enter_context(store.answering(place.calls))
+                stack.callback(begins_to_end)
                 has = agreement.wishes(replace(config, linger_s=stays_s))
                 hosting.ready(has, memory if lends else None)
                 with started(store):
@@ -110,6 +123,27 @@ def serve(
     except BaseException:
         hosting.close(is_left=is_left)
         raise
+
+
+@contextmanager
+def _ending_in_time() -> Iterator[Callable[[], None]]:
+    """Yields what is to be called when the process begins to end. A disk that hangs would else keep
+    it for ever, and the host's lock with it: nobody could start the next owner."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        begun.wait()
+        if not ended.wait(ENDING_S):
+            logger.error("does not end within %g s, and is ended: does its disk hang?", ENDING_S)
+            os._exit(1)
+
+    # Begun now: there may be no more threads later.
+    threading.Thread(target=watch, name="kvstore-end", daemon=True).start()
+    try:
+        yield begun.set
+    finally:
+        ended.set()
+        begun.set()
 
 
 def _in_transit(config: Config) -> Config:
@@ -219,16 +253,24 @@ def _memory(config: Config, brought: Brought | None) -> MemoryFile:
 
 
 @contextmanager
-def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    former = {
-        number: signal.signal(number, lambda *_: end())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+def ended_by_signals(end: Callable[[], None]) -> Iterator[int]:
+    """Yields a descriptor that can be read once a signal has come. Python calls ``end`` when the
+    main thread next runs Python, and a signal that another thread gets, or that comes just before
+    the main thread's system call, does not wake it from that."""
+    signalled, signals = socket.socketpair()
+    with signalled, signals:
+        signals.setblocking(False)
+        former_fd = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+        former = {
+            number: signal.signal(number, lambda *_: end())
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield signalled.fileno()
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(former_fd)
 
 
 def allow_open_files() -> None:
@@ -294,7 +336,7 @@ def _log_exception(failed: Any) -> None:
 
 
 @contextmanager
-def _report(_: Store) -> Iterator[None]:
+def _report(_: OwningStore) -> Iterator[None]:
     """It has started: nobody reads what it prints from now on."""
     with contextlib.suppress(OSError):  # The one that has started it may have ended.
         os.write(1, STARTED)

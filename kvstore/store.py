@@ -10,7 +10,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -24,23 +23,19 @@ import te
 from kvstore.client.admission import Admitted, Numbers
 from kvstore.client.deadline import Deadline
 from kvstore.client.gets import Gets, Span
-from kvstore.client.joining import join
 from kvstore.client.load_times import LoadTimes, source_of
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.owners import Membership, Owners
 from kvstore.client.pool import Pool, Version
 from kvstore.client.puts import Puts
 from kvstore.client.reading import HeaderRooms, StillLanding, stopped
 from kvstore.client.status import QUESTION, OwnerSeen, StoreStatus
 from kvstore.config import Config
-from kvstore.host.answers import PoolAnswers
+from kvstore.host.directory import Directory
 from kvstore.host.lease import Lease
+from kvstore.host.managing import HostManaging
 from kvstore.host.place import Place
-from kvstore.host.pool import HostManaging, HostPool
-from kvstore.host.telling import Teller
-from kvstore.membership.directory import Directory
-from kvstore.memory.memory_file import MemoryFile
+from kvstore.host.pool import HostPool
 from kvstore.objects.changes import (
     ANY,
     LOWER_TIER,
@@ -53,7 +48,6 @@ from kvstore.objects.changes import (
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.answering import Answerer
 from te.forking import Origin
 from te.status import StatusSocket, process_name
 
@@ -68,27 +62,12 @@ class Store:
     Use it as a context manager, or call ``close``.
     """
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        memory: MemoryFile | None = None,
-        *,
-        lends: bool = True,
-        members: Membership | None = None,
-    ) -> None:
-        """Starts the engine, lends memory if ``Config.memory`` says so, or has the host's owner
-        lend it (``Config.owner``), and looks for others.
+    def __init__(self, config: Config | None = None) -> None:
+        """Uses the owner of the host, and starts it if there is none: it lends ``Config.memory``.
+        ``config``: without it, that of a process that wants nothing to be lent.
 
-        Args:
-            config: without it, that of a process that lends nothing.
-            memory: to be lent; without it, new one. ``Config.memory`` must fit.
-            lends: without it, other hosts are not told of the memory: what they have comes to this
-                one by way of it, and what is put here goes to them.
-            members: how an owner in this process finds others; without it, as the settings say.
-
-        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, an index
-        that cannot be used, or a host's owner that is another one than the settings want;
-        ``OSError`` if there is not enough memory.
+        Raises ``ValueError`` for a directory that is not safe, or a host's owner that is another
+        one than the settings want, or cannot be started with them.
         """
         self._config = Config() if config is None else config
         self._origin = Origin()
@@ -97,18 +76,11 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         self.load_times: Final = LoadTimes()
-        #: Of an owner that answers processes of its host.
-        self.teller: Final = Teller(1 + secrets.randbits(62))
-        self._lease: Lease | None = None
-        self._lends = lends
+        self._owners: Pool
+        self._managing: Managing
+        self._memory: Memory
         with contextlib.ExitStack() as undo:
-            if self._config.owner == "host" and members is None:
-                of_host = self._of_host(undo)
-                self._owners: Pool = of_host
-                self._managing: Managing = HostManaging(of_host)
-            else:
-                self._owners = self._of_its_own(undo, members, memory, lends)
-                self._managing = Managing(self._owners)
+            self._open(undo)
             memory_used = self._memory
             self._rooms = HeaderRooms(lambda: memory_used.engine)
             self._copier = copier = Copier()
@@ -125,32 +97,8 @@ class Store:
             self._putting = Puts(self._owners, self._memory, self._config.copies, copier)
             self._undo = undo.pop_all()
 
-    def _of_its_own(
-        self,
-        undo: contextlib.ExitStack,
-        members: Membership | None,
-        memory: MemoryFile | None,
-        lends: bool,
-    ) -> Owners:
-        """This process's part of the store, which lends memory, or none, and knows the others."""
-        host = self._config.host or self._config.engine.host
-        if members is None:
-            members, host = join(self._config)
-        undo.callback(members.close)
-        settings = replace(self._config.engine, keys=members.data_keys, host=host)
-        engine = undo.enter_context(te.Engine(settings))
-        engine.add_answers({QUESTION: lambda _: self.status()})
-        self._memory = Memory(lambda: engine)
-        owners = Owners(
-            self._memory.engine, self._config, members, self.load_times, memory, lends=lends
-        )
-        undo.callback(owners.close)
-        if owners.own is not None:
-            self._memory.know(owners.own.region, owners.own.buffer)
-        return owners
-
-    def _of_host(self, undo: contextlib.ExitStack) -> HostPool:
-        """The host's owner: that one lends memory, and knows the others."""
+    def _open(self, undo: contextlib.ExitStack) -> None:
+        """Joins the owner of the host: that one has the memory, and knows the others."""
         config = self._config
         directory = Directory(config.directory)
         undo.callback(directory.close)
@@ -159,14 +107,30 @@ class Store:
         undo.callback(self._lease.close)
         self._config = config.lending_nothing
         keys = config.keys.data if config.index else (directory.key(),)
-        settings = replace(config.engine, keys=keys, status_dir=None)
-        self._memory = Memory(lambda: undo_later.enter_context(te.Engine(settings)))
-        undo_later = undo.enter_context(contextlib.ExitStack())
+        settings = replace(
+            config.engine,
+            keys=keys,
+            status_dir=None,
+            listens=False,
+            port=0,
+            port_last=None,
+            workers=1,
+        )
+        self._memory = Memory(lambda: te.Engine(settings))
+        undo.callback(self._memory.close)
         if config.engine.status_dir is not None:
             self._answer_status(config.engine.status_dir, undo)
-        pool = HostPool(self._lease, place, self._memory, self.load_times, config.request_timeout_s)
+        pool = HostPool(
+            self._lease,
+            place,
+            self._memory,
+            self.load_times,
+            config.request_timeout_s,
+            reads_far=not config.shared,
+            puts_far=config.copies == 1,  # Copies are the owner's to count.
+        )
         undo.callback(pool.close)
-        return pool
+        self._owners, self._managing = pool, HostManaging(pool)
 
     def _answer_status(self, directory: Path, undo: contextlib.ExitStack) -> None:
         """As an engine does. It works without, too."""
@@ -177,19 +141,6 @@ class Store:
             logger.warning("kvstore top cannot ask this process how its store is: %s", exc)
         else:
             undo.callback(socket.close)
-
-    def answering(self, path: Path) -> AbstractContextManager[Answerer]:
-        """Answers processes of this host that use this one's memory, and all other owners through
-        it (``kvstore.host``), on a Unix socket; first it waits until it knows what owners of other
-        hosts hold (``Owners.wait_for_other_hosts``). ``OSError`` if it cannot listen."""
-        own, pool = self._owners.own, self._owners
-        assert own is not None, "who lends nothing has no users"
-        assert isinstance(pool, Owners), "it uses another one itself"
-        pool.wait_for_other_hosts()
-        used = self._config.memory
-        parts = (own, pool, self._memory, self.gets, self._copier, used)
-        answers = PoolAnswers(*parts, self.status, self.teller, lends=self._lends)
-        return contextlib.closing(Answerer(own, path, answers, [pool.table.fd], answers.take))
 
     def __enter__(self) -> Self:
         return self
@@ -254,8 +205,9 @@ class Store:
 
     def keys(self, since: Version | None = None) -> tuple[Version, Keys] | None:
         """The keys that ``known`` finds, each once for each copy and signature, and the version of
-        what this process knows; None if that is still ``since``. None are listed while the host's
-        owner cannot be asked. Takes about 10 ms for a million."""
+        what this process knows; None if that is still ``since``, or changes too fast to be listed:
+        ask again. None are listed while the host's owner cannot be asked. Takes about 10 ms for a
+        million."""
         return self._owners.keys(since)
 
     def admit(
@@ -374,13 +326,9 @@ class Store:
 
         Waits ``Config.request_timeout_s`` for all owners together, for each ``CLAIM_OBJECTS_MAX``
         keys. All outcomes are ``UNREACHABLE`` if an owner that is known could not be asked, or
-        the host has none at the moment (``Config.owner``).
+        the host has none at the moment.
         """
-        lease = self._lease
-        # The next owner of the host takes over what the last one had.
-        is_asked = lease is None or bool(self._owners.usable())
-        outcomes = self._managing.remove(keys, signature)
-        return outcomes if is_asked else [Removed.UNREACHABLE] * len(keys)
+        return self._managing.remove(keys, signature)
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature from every owner that can be used, and returns how
@@ -412,12 +360,11 @@ class Store:
 
     def status(self) -> StoreStatus:
         """What this process holds, knows and has done."""
-        own = self._owners.own
         return StoreStatus(
             pid=os.getpid(),
             process=process_name(),
-            memory=self._config.memory if self._lends else 0,
-            own=None if own is None else own.stats(),
+            memory=0,
+            own=None,
             owners=self._owners.seen(),
             gets=dict(self._gets),
             puts=dict(self._puts),
@@ -430,9 +377,9 @@ class Store:
         )
 
     def figures(self) -> StoreStatus:
-        """``status`` for a monitoring system. With ``Config.owner`` "host" one process of the host
-        tells also what the owner holds, and all of them which other owners it knows; asks the
-        owner, and waits ``Config.request_timeout_s`` at most."""
+        """``status`` for a monitoring system. One process of the host tells also what the owner
+        holds, and all of them which other owners it knows; asks the owner, and waits
+        ``Config.request_timeout_s`` at most."""
         status = self.status()
         return self._owners.with_owner(status) if isinstance(self._owners, HostPool) else status
 

@@ -11,10 +11,14 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from te.connect.pool import Pool
 
-__all__ = ["Threads"]
+__all__ = ["NoThread", "Threads"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+
+class NoThread(RuntimeError):
+    """There is no thread, and none can be started: the system or a container has a limit."""
 
 
 class Threads(Executor):
@@ -30,17 +34,20 @@ class Threads(Executor):
     def submit(
         self, function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs
     ) -> Future[Result]:
-        """See ``Executor``. ``RuntimeError`` after ``shutdown``, and where no thread can be
-        started."""
+        """See ``Executor``. ``RuntimeError`` after ``shutdown``; ``NoThread``."""
         future: Future[Result] = Future()
         work = [partial(function, *args, **kwargs)]
         with self._changed:
             if self._is_ended:
                 raise RuntimeError("these threads were ended")
             if not self._pool.run(lambda: self._run(future, work.pop())):
-                raise RuntimeError("there is no thread, and none can be started")
+                raise NoThread("there is no thread, and none can be started")
             self._open.add(future)  # It leaves with the lock, so not before this.
         return future
+
+    def begin(self) -> None:
+        """Has a thread from now on, for who cannot do without one later. ``NoThread``."""
+        self.submit(int)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See ``Executor``. Idempotent."""

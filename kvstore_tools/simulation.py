@@ -6,34 +6,42 @@ Each prefill instance computes one prompt at a time, in the order in which they 
 cache is stored when it is computed. What is found of it when its turn comes is not computed; what
 lies at another instance has to come through this instance's network first, from the prompt's
 arrival on, one prompt after the other. What other instances send at the same time does not slow a
-transfer down, and decoding is left out.
+transfer down. No prompt waits for decoding (``decoding.py``).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from statistics import fmean, median
 from typing import Final
 
+from kvstore_tools.decoding import Decoding, gaps_s
+from kvstore_tools.routings import Found, routing_of
 from kvstore_tools.traces import BLOCK_TOKENS, BlockCache, Request
-from sglang_mooncake.router.fit import Kin, WorkFit
-from sglang_mooncake.router.known import first_of
-from sglang_mooncake.router.placement import Figures, best, expect, left_s
 
-__all__ = ["ROUTINGS", "Cluster", "Outcome", "Rates", "capacity", "simulate"]
+__all__ = ["Cluster", "Limits", "Outcome", "Rates", "capacity", "simulate"]
 
-ROUTINGS: Final = ("random", "balanced", "aware", "router")
-"""How an instance is chosen: at random; the one that is free first; the one that is expected to be
-done first, with what is cached where; by the choice of `sglang-mooncake router`, which knows what
-is cached where and in queues, and has to learn from what was computed how long that takes."""
 FACTOR_MIN, FACTOR_MAX, FACTOR_STEP = 1 / 16, 64.0, 1.02
 """Between which arrival rates ``capacity`` looks, in times the trace's, and how closely."""
 IN_TIME: Final = 0.9
 """The part of the requests that has to keep the limit."""
+LEARNT: Final = 100
+"""After so many requests what is expected is compared with what was."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request is to keep: for its first token, and for the time between its tokens, on
+    average."""
+
+    first_s: float = 30.0
+    gap_s: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,22 +84,33 @@ class Cluster:
     #: One of ``ROUTINGS``.
     routing: str = "balanced"
     policy: str = "lru"
-    #: Of ``random``.
+    #: Of ``random``, and of the ``jitter``.
     seed: int = 0
+    #: How much longer or shorter than calculated a prompt takes to compute, by chance: the standard
+    #: deviation of the logarithm.
+    jitter: float = 0.0
+    #: After which `router` refuses a prompt: its `--max-ttft-secs`; None: it refuses none.
+    limit_s: float | None = None
     rates: Rates = field(default_factory=Rates)
+    decoding: Decoding = field(default_factory=Decoding)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of all requests."""
 
-    #: Of each request, in the order of the trace.
+    #: Of each request, in the order of the trace; infinite if it was refused.
     ttft_s: Sequence[float]
-    #: Of all prompts, and those of them that were not computed.
+    #: How far apart its further tokens come, on average.
+    gaps_s: Sequence[float]
+    #: Of all prompts that were not refused, and those of them that were not computed.
     tokens: int
     cached_tokens: int
     #: For which instances computed, in sum.
     compute_s: float
+    #: By how much the expected times to the first token were off, in parts of what they were: the
+    #: median, without the first ``LEARNT`` requests; None where nothing is expected.
+    error: float | None = None
 
     @property
     def hit_ratio(self) -> float:
@@ -100,197 +119,222 @@ class Outcome:
 
     @property
     def mean_s(self) -> float:
-        """Of the times to the first token."""
-        return sum(self.ttft_s) / len(self.ttft_s)
+        """Of the times to the first token of what was not refused."""
+        return fmean(one for one in self.ttft_s if math.isfinite(one))
+
+    @property
+    def refused(self) -> int:
+        """How many requests."""
+        return self.ttft_s.count(math.inf)
 
     def percentile_s(self, part: float) -> float:
         """The time to the first token that this part of the requests keeps."""
-        ordered = sorted(self.ttft_s)
-        return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+        return _percentile(self.ttft_s, part)
+
+    def gap_s(self, part: float) -> float:
+        """The time between tokens that this part of the requests keeps."""
+        return _percentile(self.gaps_s, part)
 
 
+def _percentile(values: Sequence[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+class _Memory:
+    """Of all instances, and what their processors and networks take."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.instances, self.pooled = cluster.instances, cluster.pooled
+        self.rates = cluster.rates
+        shares = cluster.instances if cluster.pooled else 1
+        blocks = cluster.blocks_each * shares
+        count = 0 if not blocks else cluster.instances // shares
+        caches = [BlockCache(cluster.policy, blocks) for _ in range(count)]
+        self._caches = caches * shares
+        #: Where each block was computed, if all use it.
+        self._holders: dict[int, int] = {}
+
+    def found(self, request: Request, place: int) -> Found:
+        """The last token is computed in any case."""
+        if not self._caches:
+            return Found(0, 0)
+        run = self._caches[place].run(request.hash_ids)
+        tokens = min(run * BLOCK_TOKENS, max(request.input_length - 1, 0))
+        if not self.pooled:
+            return Found(tokens, 0)
+        remote = sum(self._holders[one] != place for one in request.hash_ids[:run])
+        return Found(tokens, min(remote * BLOCK_TOKENS, tokens))
+
+    def held(self, request: Request, place: int) -> int:
+        """How many blocks of its beginning the instance's own memory has."""
+        run = self.stored(request.hash_ids, place)
+        if not self.pooled:
+            return run
+        local = takewhile(lambda one: self._holders[one] == place, request.hash_ids[:run])
+        return sum(1 for _ in local)
+
+    def stored(self, blocks: Sequence[int], place: int = 0) -> int:
+        """How many of these, from the first on, lie where the instance can load them."""
+        return self._caches[place].run(blocks) if self._caches else 0
+
+    def work_s(self, request: Request, place: int) -> float:
+        """Until the instance has computed the prompt, if nothing else is to be done."""
+        cached, remote = self.found(request, place)
+        return self.rates.compute_s(request.input_length, cached) + self.rates.load_s(remote)
+
+    def keep(self, blocks: Sequence[int], place: int) -> None:
+        """The instance has computed them, or used them."""
+        if not self._caches:
+            return
+        if self.pooled:
+            new = blocks[self._caches[place].run(blocks) :]
+            self._holders.update(dict.fromkeys(new, place))
+        self._caches[place].use(blocks)
+
+
+@dataclass
 class _Instance:
     """Its queue, its processor and its network."""
 
-    def __init__(self, cache: BlockCache | None, kin: Kin) -> None:
-        self.cache = cache
-        self.queue: deque[int] = deque()
-        self.is_busy = False
-        self.network_free_s = 0.0
-        #: When it is expected to have done all that it was given.
-        self.done_s = 0.0
-        #: What the router has learnt of it, and expects of the prompts that have not ended.
-        self.fit = WorkFit(kin)
-        self.expected_s: deque[float] = deque()
-        self.queued: Counter[int] = Counter()
-        #: When the first of those began, and how many tokens of it are computed.
-        self.begun_s = 0.0
-        self.computed = 0
-
-    def expected_wait_s(self, now_s: float) -> float:
-        """As the router reckons it."""
-        if not self.expected_s:
-            return 0.0
-        first_s = self.expected_s[0]
-        rest_s = left_s(first_s, max(now_s - self.begun_s, 0.0))
-        return sum(self.expected_s) - first_s + rest_s
+    queue: deque[int] = field(default_factory=deque)
+    is_busy: bool = False
+    network_free_s: float = 0.0
 
 
 class _Simulation:
     def __init__(self, requests: Sequence[Request], cluster: Cluster, factor: float) -> None:
-        self._requests = requests
-        self._cluster = cluster
+        self._requests, self._cluster = requests, cluster
         self._rates = cluster.rates
         self._arrivals_s = [one.timestamp / 1e3 / factor for one in requests]
-        self._random = random.Random(cluster.seed)
-        caches = [self._cache(1) for _ in range(cluster.instances)]
-        if cluster.pooled:
-            caches = [self._cache(cluster.instances)] * cluster.instances
-        kin = Kin()
-        self._instances = [_Instance(one, kin) for one in caches]
-        #: Where each block was computed, if all use it.
-        self._holders: dict[int, int] = {}
-        self._ends: list[tuple[float, int, int]] = []
-        self._ttft_s = [0.0] * len(requests)
+        self._memory = _Memory(cluster)
+        chance = random.Random(cluster.seed)
+        self._routing = routing_of(cluster.routing, self._memory, chance, cluster.limit_s)
+        #: By how many times longer each takes than calculated.
+        self._luck = [chance.lognormvariate(0.0, cluster.jitter) for _ in requests]
+        self._instances = [_Instance() for _ in range(cluster.instances)]
+        #: When an instance has computed a prompt, of which so many tokens needed no computing.
+        self._ends: list[tuple[float, int, int, int]] = []
+        self._ttft_s = [math.inf] * len(requests)
+        self._expected_s: dict[int, float] = {}
+        self._tokens = 0
         self._cached_tokens = 0
         self._compute_s = 0.0
 
-    def _cache(self, shares: int) -> BlockCache | None:
-        blocks = self._cluster.blocks_each * shares
-        return BlockCache(self._cluster.policy, blocks) if blocks else None
-
     def run(self) -> Outcome:
-        """All events in the order of their times: a prompt arrives, or was computed."""
+        """To the end."""
+        for _ in self._events():
+            pass
+        ttft_s = self._ttft_s
+        errors = [
+            abs(one_s - ttft_s[number]) / ttft_s[number]
+            for number, one_s in self._expected_s.items()
+            if number >= LEARNT and ttft_s[number] > 0.0
+        ]
+        error = median(errors) if errors else None
+        return Outcome(
+            ttft_s, self._gaps_s(), self._tokens, self._cached_tokens, self._compute_s, error
+        )
+
+    def _gaps_s(self) -> Sequence[float]:
+        first_s = [at_s + one_s for at_s, one_s in zip(self._arrivals_s, self._ttft_s, strict=True)]
+        return gaps_s(self._requests, first_s, self._cluster.decoding, self._cluster.seed)
+
+    def keeps(self, limits: Limits, missed_max: int) -> bool:
+        """Whether no more than so many requests miss a limit. Ends as soon as too many first tokens
+        do: queues that grow without end take long to simulate."""
+        missed = first = 0
+        for now_s in self._events():
+            while first < len(self._ttft_s) and self._arrivals_s[first] + limits.first_s < now_s:
+                missed += self._ttft_s[first] > limits.first_s
+                first += 1
+            if missed > missed_max:
+                return False
+        each = zip(self._ttft_s, self._gaps_s(), strict=True)
+        return sum(a > limits.first_s or b > limits.gap_s for a, b in each) <= missed_max
+
+    def _events(self) -> Iterator[float]:
+        """A prompt arrives, or was computed; the times of both, in their order."""
         for number, arrival_s in enumerate(self._arrivals_s):
             while self._ends and self._ends[0][0] <= arrival_s:
-                self._end(*heapq.heappop(self._ends))
+                yield self._end(*heapq.heappop(self._ends))
             self._arrive(number, arrival_s)
+            yield arrival_s
         while self._ends:
-            self._end(*heapq.heappop(self._ends))
-        tokens = sum(one.input_length for one in self._requests)
-        return Outcome(self._ttft_s, tokens, self._cached_tokens, self._compute_s)
+            yield self._end(*heapq.heappop(self._ends))
 
     def _arrive(self, number: int, now_s: float) -> None:
-        place, expected_s = self._choose(number, now_s)
-        instance = self._instances[place]
-        instance.done_s = max(instance.done_s, now_s) + expected_s
-        instance.queue.append(number)
-        instance.expected_s.append(expected_s)
-        instance.queued.update(self._requests[number].hash_ids)
-        if not instance.is_busy:
+        chosen = self._routing.choose(number, self._requests[number], now_s)
+        if chosen is None:
+            return
+        place = chosen.place
+        if chosen.first_s is not None:
+            self._expected_s[number] = chosen.first_s
+        self._tokens += self._requests[number].input_length
+        self._instances[place].queue.append(number)
+        if not self._instances[place].is_busy:
             self._begin(place, now_s)
-
-    def _choose(self, number: int, now_s: float) -> tuple[int, float]:
-        """The instance, and how long it is expected to be busy with the prompt."""
-        routing = self._cluster.routing
-        if routing == "random":
-            place = self._random.randrange(len(self._instances))
-            return place, self._work_s(number, place)
-        if routing == "router":
-            return self._routed(number, now_s)
-        waits_s = [max(one.done_s - now_s, 0.0) for one in self._instances]
-        if routing == "balanced":
-            place = waits_s.index(min(waits_s))
-            return place, self._work_s(number, place)
-        work_s = [self._work_s(number, place) for place in range(len(self._instances))]
-        totals_s = [wait_s + one_s for wait_s, one_s in zip(waits_s, work_s, strict=True)]
-        place = totals_s.index(min(totals_s))
-        return place, work_s[place]
-
-    def _routed(self, number: int, now_s: float) -> tuple[int, float]:
-        request = self._requests[number]
-        figures = []
-        for place, one in enumerate(self._instances):
-            hits = self._found(number, place)[0]
-            if one.cache is not None:
-                queued = first_of(one.queued, request.hash_ids) * BLOCK_TOKENS
-                hits = max(hits, min(queued, max(request.input_length - 1, 0)))
-            wait_s, fit = one.expected_wait_s(now_s), one.fit
-            under_way = len(one.expected_s)
-            figures.append(Figures(wait_s, fit.fixed_s, fit.token_s, hits, under_way))
-        place = best(request.input_length, figures, self._random)
-        return place, expect(request.input_length, figures[place]).work_s
-
-    def _work_s(self, number: int, place: int) -> float:
-        cached, remote = self._found(number, place)
-        computed_s = self._rates.compute_s(self._requests[number].input_length, cached)
-        return computed_s + self._rates.load_s(remote)
-
-    def _found(self, number: int, place: int) -> tuple[int, int]:
-        """Tokens that are cached, and those of them that lie at another instance. The last token is
-        computed in any case."""
-        request, cache = self._requests[number], self._instances[place].cache
-        if cache is None:
-            return 0, 0
-        run = cache.run(request.hash_ids)
-        tokens = min(run * BLOCK_TOKENS, max(request.input_length - 1, 0))
-        if not self._cluster.pooled:
-            return tokens, 0
-        remote = sum(self._holders[one] != place for one in request.hash_ids[:run])
-        return tokens, min(remote * BLOCK_TOKENS, tokens)
 
     def _begin(self, place: int, now_s: float) -> None:
         """The instance has nothing else to do than the first prompt of its queue."""
         instance = self._instances[place]
         number = instance.queue.popleft()
         instance.is_busy = True
-        cached, remote = self._found(number, place)
+        cached, remote = self._memory.found(self._requests[number], place)
         start_s = now_s
         if remote:
             begun_s = max(self._arrivals_s[number], instance.network_free_s)
             instance.network_free_s = begun_s + self._rates.load_s(remote)
             start_s = max(now_s, instance.network_free_s)
         compute_s = self._rates.compute_s(self._requests[number].input_length, cached)
-        instance.begun_s, instance.computed = now_s, self._requests[number].input_length - cached
+        compute_s *= self._luck[number]
         self._cached_tokens += cached
         self._compute_s += compute_s
-        heapq.heappush(self._ends, (start_s + compute_s, number, place))
+        heapq.heappush(self._ends, (start_s + compute_s, number, place, cached))
 
-    def _end(self, now_s: float, number: int, place: int) -> None:
-        instance = self._instances[place]
-        blocks = self._requests[number].hash_ids
+    def _end(self, now_s: float, number: int, place: int, cached: int) -> float:
+        request = self._requests[number]
         self._ttft_s[number] = now_s - self._arrivals_s[number]
-        instance.fit.learn(instance.computed, now_s - instance.begun_s)
-        instance.expected_s.popleft()
-        for block in blocks:
-            instance.queued[block] -= 1
-            if not instance.queued[block]:
-                del instance.queued[block]
-        if instance.cache is not None:
-            if self._cluster.pooled:
-                new = blocks[instance.cache.run(blocks) :]
-                self._holders.update(dict.fromkeys(new, place))
-            instance.cache.use(blocks)
+        self._routing.ended(number, now_s, cached)
+        self._memory.keep(request.hash_ids, place)
+        instance = self._instances[place]
         instance.is_busy = False
         if instance.queue:
             self._begin(place, now_s)
-        else:
-            instance.done_s = now_s
+        return now_s
 
 
 def simulate(requests: Sequence[Request], cluster: Cluster, factor: float = 1.0) -> Outcome:
     """Replays a trace, empty caches first. ``factor``: by how much faster than it was recorded.
     ``ValueError`` if there are no requests, or they are not in the order of their times."""
-    if not requests:
-        raise ValueError("there are no requests to replay")
-    if any(after.timestamp < before.timestamp for before, after in pairwise(requests)):
-        raise ValueError("the requests of the trace are not in the order of their timestamps")
-    return _Simulation(requests, cluster, factor).run()
+    return _simulation(requests, cluster, factor).run()
 
 
-def capacity(requests: Sequence[Request], cluster: Cluster, limit_s: float) -> float:
-    """The highest arrival rate, in times the trace's, at which ``IN_TIME`` of the requests have
-    their first token within the limit; 0.0 or infinity if it lies outside of what is looked at."""
+def capacity(requests: Sequence[Request], cluster: Cluster, limits: Limits) -> float:
+    """The highest arrival rate, in times the trace's, at which ``IN_TIME`` of the requests keep the
+    limits; 0.0 or infinity if it lies outside of what is looked at. One that is refused keeps
+    none."""
+    missed_max = len(requests) - min(int(IN_TIME * len(requests)) + 1, len(requests))
 
     def holds(factor: float) -> bool:
-        return simulate(requests, cluster, factor).percentile_s(IN_TIME) <= limit_s
+        return _simulation(requests, cluster, factor).keeps(limits, missed_max)
 
-    low, high = FACTOR_MIN, FACTOR_MAX
-    if not holds(low):
-        return 0.0
-    if holds(high):
-        return float("inf")
+    grows = holds(1.0)
+    edge, step = 1.0, 2.0 if grows else 0.5
+    while holds(edge * step) == grows:
+        edge *= step
+        if not FACTOR_MIN < edge < FACTOR_MAX:
+            return math.inf if grows else 0.0
+    low, high = sorted((edge, edge * step))
     while high / low > FACTOR_STEP:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _simulation(requests: Sequence[Request], cluster: Cluster, factor: float) -> _Simulation:
+    if not requests:
+        raise ValueError("there are no requests to replay")
+    if any(after.timestamp < before.timestamp for before, after in pairwise(requests)):
+        raise ValueError("the requests of the trace are not in the order of their timestamps")
+    return _Simulation(requests, cluster, factor)

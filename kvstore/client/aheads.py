@@ -44,7 +44,7 @@ class Aheads:
         if not 0 < ahead.tag < 1 << 64 or len(ahead.slots) % 4 or not ahead.slots:
             raise ValueError(f"tag {ahead.tag} and {len(ahead.slots)} bytes of slots are no claim")
         slots = np.frombuffer(ahead.slots, "<u4").tolist()
-        grant = Grant(ahead.claim_id, ahead.tag, (), slots)
+        grant = Grant(ahead.claim_id, ahead.tag, (), slots, ahead.label)
         with self._lock:
             self._claimed = Claimed(grant, nbytes, asked_s + ahead.ms / 1000 * USED_PART)
 

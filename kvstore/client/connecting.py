@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import te
-from kvstore.protocol.calling import Caller
 from kvstore.threads import Threads
 
 __all__ = ["Connections", "Known"]
@@ -30,19 +29,11 @@ PAUSE_S_MAX: Final = 60.0
 
 @dataclass(frozen=True)
 class Known:
-    """The connections to an owner."""
+    """The connection to an owner."""
 
     #: Its card, of this start of it.
     engine: bytes
     peer: te.Peer
-    #: None unless it is on this host.
-    caller: Caller | None
-
-    def close(self) -> None:
-        """Ends them; the owner's memory is not mapped any more once nobody reads it."""
-        if self.caller is not None:
-            self.caller.close()
-        self.peer.close()
 
 
 @dataclass
@@ -125,7 +116,7 @@ class Connections:
         with self._lock:
             state = self._states.pop(number, None)
         if state is not None and state.known is not None:
-            state.known.close()
+            state.known.peer.close()
 
     def lost(self, number: int, known: Known) -> bool:
         """These connections of an owner have ended; others are made in a while. False if that is
@@ -135,7 +126,7 @@ class Connections:
             if state is None or state.known is not known:
                 return False
             state.ended(self._clock())
-        known.close()
+        known.peer.close()
         self._on_change(number)
         return True
 
@@ -157,7 +148,7 @@ class Connections:
         self._threads.shutdown(cancel_futures=True)
         for one in states.values():
             if one.known is not None:
-                one.known.close()
+                one.known.peer.close()
         # Whoever made this keeps it: both are freed at once, without a garbage collection.
         self._connect, self._on_change = _nobody, _nobody
 
@@ -189,7 +180,7 @@ class Connections:
             elif is_wanted:
                 state.known, state.since_s = known, now_s
         if known is not None and not is_wanted:
-            known.close()
+            known.peer.close()
         elif known is not None:
             self._on_change(number)
         elif why and is_wanted:

@@ -374,10 +374,6 @@ class Following:
         known = (one.is_whole for one in self.owners() if is_meant(one.where))
         return not any(map(is_meant, unknown)) and all(known)
 
-    def look_soon(self) -> None:
-        """Looks for new owners now. From any thread."""
-        self.loop.call(self._look)
-
     def close(self) -> None:
         """Ends all connections and questions."""
         self.loop.stop()

@@ -24,7 +24,7 @@ from kvstore.objects.changes import LOWER_TIER, PLACE, Found, Keys, Records, fin
 from kvstore.objects.copying import Copier
 from kvstore.objects.headers import tell_apart
 from kvstore.objects.outcomes import Got
-from kvstore.objects.pieces import Pieces
+from kvstore.objects.pieces import U64, Pieces
 
 __all__ = ["Gets", "Span"]
 
@@ -77,8 +77,10 @@ class Gets:
         destination: Pieces,
         deadline_s: float,
         span: Span | None = None,
+        checksums: U64 | None = None,
     ) -> list[Got]:
-        """See ``Store.get``, and ``Store.get_range``."""
+        """See ``Store.get``, and ``Store.get_range``. ``checksums``: shape (n,), gets those of
+        objects that te has brought and whose bytes were compared with them."""
         span = Span(destination.object_bytes) if span is None else span
         self._owners.touch_soon(keys, signature, span.nbytes)
         outcomes = [Got.MISSING] * len(keys)
@@ -95,6 +97,10 @@ class Gets:
             found = self._groups(keys, signature, span.nbytes, open_rows, places, outcomes)
             near, groups = _by_way(found, is_readable)
             self._read(groups, destination, span, outcomes, deadline_s, near=near, at_once=at_once)
+            if checksums is not None and self._verify and is_readable:
+                for group in groups:
+                    if group.found is not None:
+                        checksums[list(group.rows)] = group.found["checksum"]
             if outcomes.count(Got.RIGHT) == len(keys):
                 break
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
@@ -103,11 +109,15 @@ class Gets:
             open_keys = keys[np.asarray(open_rows, np.intp)]
             # Now it is told which bytes are wrong, and which were another object's.
             at_once = False
-            failed.update(group.source.number for group in groups if group.failed is not None)
-        below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
-        if below:
-            self._get_below(
-                keys, signature, destination, span, below, outcomes, deadline_s, is_readable
+            failed.update(
+                group.source.number
+                for group in groups
+                if group.failed is not None and not group.source.is_far
+            )
+        lower = [row for row, one in enumerate(outcomes) if one in TO_ASK]
+        if lower:
+            self._get_from_lower_tier(
+                keys, signature, destination, span, lower, outcomes, deadline_s, is_readable
             )
         return outcomes
 
@@ -116,15 +126,12 @@ class Gets:
     def locate(
         self, keys: Keys, signature: bytes, destination: Pieces
     ) -> tuple[list[Got], list[Group]]:
-        """For ``Load``: outcomes of objects that are not found, and those that are, by owner. Who
-        loads has looked them up before, and their owner may have become silent since."""
+        """For ``Load``: outcomes of objects that are not found, and those that are, by owner."""
         self._owners.touch_soon(keys, signature, destination.object_bytes)
         outcomes = [Got.MISSING] * len(keys)
         fingerprint = fingerprint_of(signature, destination.object_bytes)
         is_readable = self._memory.is_readable(destination)
         places = self._owners.look_up(keys, fingerprint)
-        if is_readable and not (places["found"] == Found.HERE).all():
-            places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_loads)
         rows = range(len(keys))
         nbytes = destination.object_bytes
         groups = self._groups(keys, signature, nbytes, rows, places, outcomes)
@@ -163,7 +170,8 @@ class Gets:
             self.accept(group, destination, outcomes, wrong, is_whole=is_whole)
             return
         link = group.source.link
-        if group.failed is Got.UNREACHABLE and (link is None or not link.alive):
+        is_dead = group.failed is Got.UNREACHABLE and (link is None or not link.alive)
+        if is_dead or (group.source.is_far and group.failed is not Got.MOVED):
             self._owners.pause(group.source.number, group.reason)
         if group.failed is Got.TIMED_OUT:  # It takes that long, and more.
             self._measure(group, destination)
@@ -199,10 +207,13 @@ class Gets:
         rows: Sequence[int],
         places: Records,
         outcomes: list[Got],
+        *,
+        brought: bool = False,
     ) -> list[Group]:
-        """The rows that were found, by owner; the others get their outcome."""
+        """The rows that were found, by owner; the others get their outcome. ``brought``: see
+        ``Pool.source``."""
         if len(places) == len(keys) <= HEADERS_MAX:
-            sole = self._owners.source_of_all(places)
+            sole = self._owners.source_of_all(places, brought=brought)
             if sole is not None:
                 return [Group.of(sole, rows, keys, signature, nbytes, places)]
         wanted = np.asarray(rows, np.intp)
@@ -222,7 +233,7 @@ class Gets:
         owners = whole["owner"][found]
         for number in sorted(set(owners.tolist())):
             of_owner = found[owners == number]
-            source = self._owners.source(number)
+            source = self._owners.source(number, brought=brought)
             if source is None:
                 for row in of_owner.tolist():
                     outcomes[row] = Got.UNREACHABLE
@@ -275,7 +286,7 @@ class Gets:
 
     # -- from lower tiers
 
-    def _get_below(
+    def _get_from_lower_tier(
         self,
         keys: Keys,
         signature: bytes,
@@ -300,11 +311,14 @@ class Gets:
             )
             with contextlib.closing(parts):
                 for part, places in parts:
-                    groups = self._groups(keys, signature, nbytes, rows[part], places, outcomes)
+                    some = rows[part]
+                    groups = self._groups(
+                        keys, signature, nbytes, some, places, outcomes, brought=True
+                    )
                     read += groups
                     near, far = _by_way(groups, is_readable)
                     self._read(far, destination, span, outcomes, deadline_s, near=near)
-            self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
+            self._measure_lower_tier(read, outcomes, nbytes, time.monotonic() - begun_s)
             left = [row for row in rows if outcomes[row] in TO_PROMOTE]
             for row, one in zip(rows, before, strict=True):
                 # Its owner has said so, or is not looked up any more: it is not asked again.
@@ -319,7 +333,7 @@ class Gets:
         nbytes = len(group.rows) * destination.object_bytes
         self._load_times.measured(group.source.number, group.took_s, nbytes)
 
-    def _measure_below(
+    def _measure_lower_tier(
         self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
     ) -> None:
         """What lay in the lower tier took the time of its promotion, too. Owners promote one after
@@ -329,8 +343,8 @@ class Gets:
             right[group.source.number] += sum(outcomes[row] is Got.RIGHT for row in group.rows)
         for number, count in right.items():
             if count:
-                below = int(source_of(np.uint16(number), np.True_))
-                self._load_times.measured(below, took_s, count * nbytes)
+                lower = int(source_of(np.uint16(number), np.True_))
+                self._load_times.measured(lower, took_s, count * nbytes)
 
 
 def _by_way(groups: Sequence[Group], is_readable: bool) -> tuple[list[Group], list[Group]]:

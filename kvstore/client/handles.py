@@ -25,11 +25,9 @@ from kvstore.objects.pieces import U64, Pieces
 from kvstore.owner.claims import AHEAD_BYTES_MAX, Grant
 from kvstore.owner.owner import Owner
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.calling import Caller
 from kvstore.protocol.messages import (
-    PROMOTE_MS_MAX,
     STORED_BYTES_MAX,
-    TRAY_BYTES,
+    WAIT_MS_MAX,
     Abandon,
     Answer,
     Claim,
@@ -47,11 +45,11 @@ from kvstore.protocol.messages import (
     Published,
     Question,
     Remove,
+    Reserved,
     Sizes,
     SizesOf,
     Store,
     Stored,
-    Take,
     Unpin,
 )
 from kvstore.rules.object_table import Verdict
@@ -62,6 +60,7 @@ __all__ = [
     "Handle",
     "LocalHandle",
     "RemoteHandle",
+    "answered_ms",
     "check_unchanged",
     "of_each",
     "within",
@@ -74,7 +73,9 @@ _GRANTED: Final = Verdict.GRANTED.value
 
 Told = TypeVar("Told", bound=Enum)
 Result = TypeVar("Result")
-Wanted = TypeVar("Wanted", Pins, Granted, Done, Fetched, Stored, Published, InMemory, SizesOf)
+Wanted = TypeVar(
+    "Wanted", Pins, Granted, Done, Fetched, Stored, Published, InMemory, SizesOf, Reserved
+)
 
 
 class _Claimed(NamedTuple):
@@ -93,7 +94,7 @@ class Handle(Protocol):
     source: Source
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
-        """See ``Owner.claim``."""
+        """See ``Storing.claim``."""
 
     @property
     def take_bytes_max(self) -> int:
@@ -102,9 +103,8 @@ class Handle(Protocol):
 
     def take(
         self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
-    ) -> Sequence[Verdict] | None:
-        """Has objects stored that the processor can read here: see ``Owner.take``. None if they
-        have to be claimed and written now."""
+    ) -> Sequence[Verdict]:
+        """Has objects stored that the processor can read here: see ``Storing.take``."""
 
     def claimed_ahead(self, keys: Keys, signature: bytes, nbytes: int) -> Grant | None:
         """A claim that was made for objects of this size before, if there is one of so many slots;
@@ -113,7 +113,7 @@ class Handle(Protocol):
     def publish(
         self, grant: Grant, checksums: U64 | None, timeout_s: float
     ) -> tuple[str, Sequence[Verdict]]:
-        """See ``Owner.publish``: why nothing is stored, and what became of each object that the
+        """See ``Storing.publish``: why nothing is stored, and what became of each object that the
         claim was asked for. ``checksums``: xxh3-64 of the granted ones; None: the owner computes
         them."""
 
@@ -152,7 +152,7 @@ class LocalHandle:
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:  # noqa: ARG002
         """See ``Handle``. It does not wait."""
-        return self._owner.claim(keys, signature, nbytes, self._identity)
+        return self._owner.storing.claim(keys, signature, nbytes, self._identity)
 
     @property
     def take_bytes_max(self) -> int:
@@ -163,14 +163,14 @@ class LocalHandle:
         self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> Sequence[Verdict]:
         """See ``Handle``. It does not wait."""
-        claim, checksums = self._owner.fill(keys, signature, pieces)
+        claim, checksums = self._owner.storing.fill(keys, signature, pieces)
         if claim.slots:
             try:
                 check_unchanged(deadline)
             except NoAnswer:
-                self._owner.drop(claim)
+                self._owner.storing.drop(claim)
                 raise
-            self._owner.keep(claim, checksums)
+            self._owner.storing.keep(claim, checksums)
             self._owner.tell()
         return claim.verdicts
 
@@ -184,11 +184,11 @@ class LocalHandle:
         timeout_s: float,
     ) -> tuple[str, Sequence[Verdict]]:
         """See ``Handle``. It waits for the fence."""
-        return self._owner.publish(grant.claim_id, timeout_s), grant.verdicts
+        return self._owner.storing.publish(grant.claim_id, timeout_s), grant.verdicts
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``."""
-        self._owner.abandon(claim_id)
+        self._owner.storing.abandon(claim_id)
 
     def promote(
         self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float
@@ -220,6 +220,10 @@ class LocalHandle:
 
 class AskedHandle:
     """Another process's, which is asked by messages."""
+
+    #: Whether it is told of which objects a publication is, also where it knows that: for who
+    #: passes the question on.
+    _names_all = False
 
     def __init__(
         self,
@@ -268,7 +272,7 @@ class AskedHandle:
         grant = ahead.grant
         self._claimed[grant.claim_id] = _Claimed(keys, signature, nbytes, is_ahead=True)
         verdicts = [Verdict.GRANTED] * len(keys)
-        return Grant(grant.claim_id, grant.tag, verdicts, grant.slots[: len(keys)])
+        return Grant(grant.claim_id, grant.tag, verdicts, grant.slots[: len(keys)], grant.label)
 
     def publish(
         self, grant: Grant, checksums: U64 | None, timeout_s: float
@@ -280,7 +284,7 @@ class AskedHandle:
             grant.claim_id,
             b"" if checksums is None else checksums.astype("<u8").tobytes(),
             len(keys) if self._aheads is not None and len(keys) * nbytes <= AHEAD_BYTES_MAX else 0,
-            keys.tobytes() if is_ahead else b"",
+            keys.tobytes() if is_ahead or self._names_all else b"",
             signature,
         )
         begun_s = time.monotonic()
@@ -304,7 +308,7 @@ class AskedHandle:
         """See ``Handle``. The owner answers a little before the time has passed, and after
         ``timeout_s`` of this object at the latest: so one that has died is noticed."""
         timeout_s = min(timeout_s, self._timeout_s)
-        question = Promote(keys.tobytes(), signature, nbytes, _answered_ms(timeout_s))
+        question = Promote(keys.tobytes(), signature, nbytes, answered_ms(timeout_s))
         answer = self._ask(question, InMemory, timeout_s)
         with self._sense("what is in memory"):
             states = [PromotionState(one) for one in answer.states]
@@ -363,17 +367,16 @@ class AskedHandle:
 
 
 class RemoteHandle(AskedHandle):
-    """That of another process that lends memory."""
+    """That of another host."""
 
     def __init__(
         self,
         owner: Followed,
         engine: te.Engine,
         source: Source,
-        caller: Caller | None,
         timeout_s: float,
     ) -> None:
-        """``caller``: for an owner of this host. ``timeout_s``: see ``AskedHandle``."""
+        """``timeout_s``: see ``AskedHandle``."""
         super().__init__(
             source,
             owner.name,
@@ -381,44 +384,30 @@ class RemoteHandle(AskedHandle):
             timeout_s,
             owner.aheads,
         )
-        self._caller = caller
         self._owner = owner
 
     @property
     def take_bytes_max(self) -> int:
         """See ``Handle``. Larger objects are written by te."""
-        return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
+        return STORED_BYTES_MAX
 
     def take(
         self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
-    ) -> Sequence[Verdict] | None:
-        """See ``Handle``. In one question; None if other threads have all lines to the owner."""
+    ) -> Sequence[Verdict]:
+        """See ``Handle``. In one question."""
         nbytes = pieces.object_bytes
         until_s = time.monotonic() + min(deadline.left_s, self._timeout_s)
-        answer: Answer | None = None
-
-        def fill(address: int) -> None:
-            gather(pieces, address)
-            check_unchanged(deadline)
-
-        if self._caller is not None:
-            question = Take(keys.tobytes(), signature, nbytes)
-            answer = self._caller.ask_with_tray(fill, question, until_s - time.monotonic())
-        if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
-            data = np.empty(len(pieces) * nbytes, np.uint8)
-            fill(data.ctypes.data)
-            answer = self._owner.asker.ask(
-                Store(keys.tobytes(), signature, nbytes, data.tobytes()),
-                until_s - time.monotonic(),
-            )
-        if answer is None:
-            return None
-        taken = self._expected(answer, Stored)
+        data = np.empty(len(pieces) * nbytes, np.uint8)
+        gather(pieces, data.ctypes.data)
+        check_unchanged(deadline)
+        question = Store(keys.tobytes(), signature, nbytes, data.tobytes())
+        taken = self._ask(question, Stored, until_s - time.monotonic())
         with self._sense("what it has stored"):
             verdicts = [Verdict.GRANTED] * len(keys)
             if taken.verdicts != [_GRANTED] * len(keys):
                 verdicts = of_each(keys, taken.verdicts, Verdict)
-            self._learn(keys, signature, nbytes, taken.placed)
+            if taken.placed is not None:
+                self._learn(keys, signature, nbytes, taken.placed)
         return verdicts
 
     def abandon(self, claim_id: int) -> None:
@@ -435,11 +424,7 @@ class RemoteHandle(AskedHandle):
         return self._owner.ask_soon(Clear(signature))
 
     def _answer(self, question: Question, timeout_s: float) -> Answer:
-        until_s = time.monotonic() + timeout_s
-        answer = None if self._caller is None else self._caller.ask(question, timeout_s)
-        if answer is None:
-            answer = self._owner.asker.ask(question, until_s - time.monotonic())
-        return answer
+        return self._owner.asker.ask(question, timeout_s)
 
     def _learn(self, keys: Keys, signature: bytes, nbytes: int, placed: Placed) -> None:
         self._owner.learn(keys, signature, nbytes, placed)
@@ -448,12 +433,13 @@ class RemoteHandle(AskedHandle):
 def within(question: Question, left_s: float) -> Question:
     """The question, of which the owner is to know how long its answer is waited for still."""
     if isinstance(question, Promote):
-        return structs.replace(question, timeout_ms=_answered_ms(left_s))
+        return structs.replace(question, timeout_ms=answered_ms(left_s))
     return question
 
 
-def _answered_ms(left_s: float) -> int:
-    return min(max(int(left_s * 1000 * ANSWERED_PART), 0), PROMOTE_MS_MAX)
+def answered_ms(left_s: float) -> int:
+    """What an owner is given for an answer that is waited for so long."""
+    return min(max(int(left_s * 1000 * ANSWERED_PART), 0), WAIT_MS_MAX)
 
 
 def _answer_after(told: Future[Result], answer_of: Callable[[Result], Answer]) -> Future[Answer]:

@@ -15,10 +15,10 @@ from kvstore.objects.changes import OWNERS_MAX
 __all__ = ["AdmissionCounts", "LoadTimes", "source_of"]
 
 
-def source_of(owners: Any, below: Any) -> Any:
+def source_of(owners: Any, lower: Any) -> Any:
     """The numbers of sources, as admission tells them apart: an owner's memory, or its lower tier.
     Both are arrays, or both are numpy's scalars."""
-    return owners + below * np.uint16(OWNERS_MAX)
+    return owners + lower * np.uint16(OWNERS_MAX)
 
 
 class AdmissionCounts(msgspec.Struct, frozen=True):

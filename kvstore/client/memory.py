@@ -27,10 +27,11 @@ class Memory:
     thread-safe."""
 
     def __init__(self, make_engine: Callable[[], te.Engine]) -> None:
-        """``make_engine`` is called once, when an engine is needed: for memory that the processor
-        cannot read, or by who reads by te."""
+        """``make_engine`` is called when an engine is needed: for memory that the processor cannot
+        read, or by who reads by te. Once, if that engine takes all memory."""
         self._make_engine = make_engine
         self._engine: te.Engine | None = None
+        self._is_closed = False
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._starts: list[int] = []
@@ -41,21 +42,50 @@ class Memory:
 
     @property
     def engine(self) -> te.Engine:
-        """With all ranges. What ``te.Engine`` raises, if it is made now."""
+        """With all ranges. If it is made now, it raises what ``te.Engine`` and its ``register``
+        raise; ``te.ClosedError`` behind ``close``."""
         with self._lock:
             if self._engine is None:
-                engine = self._make_engine()
-                self._known = {
-                    one: engine.register(view, one.nbytes, remote="none")
-                    for one, view in self._ranges
-                }
-                self._engine = engine
+                if self._is_closed:
+                    raise te.ClosedError("the store was closed")
+                self._engine = self._made()
             return self._engine
+
+    def _made(self) -> te.Engine:
+        engine = self._make_engine()
+        try:
+            self._known = {
+                one: engine.register(view, one.nbytes, remote="none") for one, view in self._ranges
+            }
+        except BaseException:
+            engine.close()  # The next attempt makes another one.
+            raise
+        return engine
+
+    def close(self) -> None:
+        """For who has no other way to close the engine: closes it, and waits for one that is being
+        made. Raises what ``te.Engine.close`` raises."""
+        with self._lock:
+            self._is_closed = True
+            engine = self._engine
+        if engine is not None:
+            engine.close()
 
     @property
     def has_engine(self) -> bool:
         """Whether one was needed so far."""
         return self._engine is not None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any memory to read into."""
+        return bool(self._starts)
+
+    @property
+    def has_unreadable(self) -> bool:
+        """Whether there is memory that the processor cannot read. Each get asks, and waits for
+        nobody who registers memory."""
+        return self._has_unreadable
 
     def register(self, memory: Any, nbytes: int | None = None) -> te.Region:
         """See ``te.Engine.register``; peers get no rights. Memory behind a bare address is not
@@ -118,6 +148,7 @@ class Memory:
 
     def _note(self) -> None:
         """Behind a change."""
+        self._has_unreadable = any(view is None for _, view in self._ranges)
         self._readable = _spans([one for one, view in self._ranges if view is not None])
 
 

@@ -10,8 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
@@ -29,17 +27,26 @@ from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.config import Config
 from kvstore.memory.memory_file import MemoryFile
-from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, fingerprint_of
-from kvstore.owner.answering import Answerer
-from kvstore.owner.answers import answer
+from kvstore.objects.changes import (
+    CHANGE,
+    KEY_BYTES,
+    OWNERS_MAX,
+    PLACE,
+    Found,
+    Keys,
+    Records,
+    fingerprint_of,
+)
 from kvstore.owner.card import OwnerCard
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.owner.owner import Owner
 from kvstore.owner.service import Service
+from kvstore.owner.ticking import Ticking
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.calling import Caller, Window
-from kvstore.protocol.messages import Touch
+from kvstore.protocol.calling import Window
+from kvstore.protocol.messages import Answer, Publish, Published, Question, Touch
 from kvstore.protocol.sockets import Sockets, Where
+from kvstore.rules.object_table import Verdict
 
 __all__ = ["Membership", "Owners"]
 
@@ -47,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 OWN_RANK: Final = 3
 REMOTE_RANK: Final = 2
-SILENT_RANK: Final = 1
 OTHER_HOSTS_S: Final = 10.0
 """Users of this host wait for 30 s until it has an owner (``lease.JOIN_TIMEOUT_S``)."""
 POLL_S: Final = 0.01
@@ -56,7 +62,7 @@ TOUCHES_MAX: Final = 1024
 
 
 class Membership(Protocol):
-    """How the processes of a store find each other, and prove that they belong to it."""
+    """How the owners of several hosts find each other, and prove that they belong together."""
 
     @property
     def data_keys(self) -> tuple[bytes, ...]:
@@ -68,16 +74,13 @@ class Membership(Protocol):
         """For ``Sockets``."""
         ...
 
-    def listen_at(self, name: str) -> str:
-        """Where an owner shall listen; ``name`` is its engine's id."""
-        ...
-
-    def near_at(self, name: str) -> Path | None:
-        """The Unix socket for processes of the same host; None if there shall be none."""
+    @property
+    def listen_at(self) -> str:
+        """Where an owner shall listen."""
         ...
 
     def announce(self, name: str, endpoint: str) -> None:
-        """The owner listens there."""
+        """The owner listens there; ``name`` is its engine's id."""
         ...
 
     def endpoints(self) -> Mapping[str, Collection[Where]]:
@@ -96,15 +99,16 @@ class Owners:
         self,
         engine: te.Engine,
         config: Config,
-        members: Membership,
+        members: Membership | None,
         load_times: LoadTimes,
         memory: MemoryFile | None = None,
         *,
         lends: bool = True,
     ) -> None:
-        """Lends memory if ``Config.memory`` says so, and looks for others among the members.
-        ``memory``: see ``Owner``. ``lends``: without it nobody is told of the memory, which holds
-        for a while what others have. ``OSError`` if there is not enough memory."""
+        """Lends memory if ``Config.memory`` says so, and looks for others among the members;
+        without members there are none. ``memory``: see ``Owner``. ``lends``: without it nobody is
+        told of the memory, which holds for a while what others have. ``OSError`` if there is not
+        enough memory."""
         self._engine = engine
         self._load_times = load_times
         self._config = config
@@ -114,7 +118,6 @@ class Owners:
         self._lock = threading.Lock()
         #: Other owners that answer.
         self._heard: set[int] = set()
-        self._any_usable = threading.Event()
         self._connections = Connections(self._connect, self._rank)
         self._applied = 0
         #: Of the own owner, for others.
@@ -122,7 +125,8 @@ class Owners:
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
             undo.callback(self._connections.close)
-            sockets = Sockets(members.control_keys, _ports(config.engine))
+            keys = () if members is None else members.control_keys
+            sockets = Sockets(keys, _ports(config.engine))
             undo.callback(sockets.close)
             if config.memory:
                 self.own = Owner(engine, config, memory, populates=lends)
@@ -130,11 +134,12 @@ class Owners:
                 self.own.listeners.append(self._apply_own)
                 self._apply_own()  # What its file has.
                 self._connections.make(OWN)
-                if lends:
+                undo.callback(Ticking(self.own).close)
+                if lends and members is not None:
                     self._lend(self.own, sockets, members, undo)
 
             def others() -> Mapping[str, Collection[Where]]:
-                found = dict(members.endpoints())
+                found = {} if members is None else dict(members.endpoints())
                 found.pop(engine.id, None)
                 return found
 
@@ -154,12 +159,9 @@ class Owners:
     def _lend(
         self, own: Owner, sockets: Sockets, members: Membership, undo: contextlib.ExitStack
     ) -> None:
-        """Answers others from now on, and tells them where."""
-        service = Service(own, sockets, members.listen_at(self._engine.id))
+        """Answers other hosts from now on, and tells them where."""
+        service = Service(own, sockets, members.listen_at)
         undo.callback(service.close)
-        near = members.near_at(self._engine.id)
-        if near is not None:
-            undo.callback(Answerer(own, near, partial(answer, own)).close)
         self._endpoint = service.endpoint
         members.announce(self._engine.id, service.endpoint)
 
@@ -205,19 +207,15 @@ class Owners:
             ranks[number] = 0
         return bytes(ranks)
 
-    @property
-    def ranks_of_loads(self) -> bytes:
-        """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
-        one before can still be read."""
-        ranks = bytearray(self.ranks)
-        for one in self._following.owners():
-            known = self._connections.get(one.number)
-            if known is not None and known.caller is not None and known.caller.window is not None:
-                ranks[one.number] = ranks[one.number] or SILENT_RANK
-        return bytes(ranks)
-
-    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
-        """Where objects are said to lie: dtype ``PLACE``, one for each key."""
+    def look_up(
+        self,
+        keys: Keys,
+        fingerprint: int,
+        ranks: bytes | None = None,
+        *,
+        asks: bool = False,  # noqa: ARG002
+    ) -> Records:
+        """See ``Pool``: this process reads from all."""
         places = np.empty(len(keys), PLACE)
         ranks = self.ranks if ranks is None else ranks
         self.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places)
@@ -243,10 +241,38 @@ class Owners:
     def _on_tick(self) -> None:
         """In the loop's thread."""
         self._connections.tick()
-        if self.own is not None and not self._lends:  # Else its service does.
-            self.own.tick()
         while self._touched:
             self._touch(*self._touched.popleft())
+
+    def lending(self, first: int) -> list[tuple[int, OwnerCard, str, str]]:
+        """The owners of other hosts that can be used now, from a number on, where they are, their
+        names and their hosts."""
+        found = list[tuple[int, OwnerCard, str, str]]()
+        for number in self.usable():
+            followed = self._following.owner(number)
+            card = None if followed is None else followed.card
+            if number >= first and followed is not None and card is not None:
+                host = urlsplit(followed.where.endpoint).hostname or ""
+                found.append((number, card, followed.name, host))
+        return found
+
+    def relay(self, number: int, name: str, question: Question, nbytes: int) -> Answer:
+        """Asks the owner of another host for a process that writes there itself, and takes over
+        where that one's objects of ``nbytes`` lie. ``NoAnswer``, also if the number is another
+        owner's by now: claims are told apart by each owner for itself."""
+        followed = self._following.owner(number)
+        if followed is None or followed.name != name:
+            raise NoAnswer(f"owner {name} is not known any more")
+        answer = followed.asker.ask(question, self.request_timeout_s)
+        if isinstance(question, Publish) and isinstance(answer, Published) and answer.placed:
+            granted = [one == Verdict.GRANTED.value for one in answer.verdicts]
+            keys = np.frombuffer(question.keys, np.uint8).reshape(-1, KEY_BYTES)
+            try:
+                some = keys[np.array(granted, np.bool_)] if granted else keys
+                followed.learn(some, question.signature, nbytes, answer.placed)
+            except (ValueError, IndexError) as exc:
+                raise NoAnswer(f"owner {name} answers nonsense of what it has stored") from exc
+        return answer
 
     def _touch(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         places = self.look_up(keys, fingerprint_of(signature, nbytes))
@@ -261,7 +287,7 @@ class Owners:
 
     # -- owners
 
-    def source(self, number: int) -> Source | None:
+    def source(self, number: int, *, brought: bool = False) -> Source | None:  # noqa: ARG002
         """An owner to read from; None if there is no connection to it now, and then its use is
         paused. Does not wait."""
         card, known = self._card(number), self._connections.get(number)
@@ -274,15 +300,13 @@ class Owners:
         if number == OWN:
             nbytes = card.chunks * card.object_bytes_max
             window = Window(card.headers_address, card.slots_address, nbytes)
-        elif known.caller is not None:
-            window = known.caller.window
         return Source(number, known.peer, card.headers_address, card.slots_address, window)
 
-    def source_of_all(self, places: Records) -> Source | None:
+    def source_of_all(self, places: Records, *, brought: bool = False) -> Source | None:
         """That of the one owner that has all of these in memory; None if there is none such, or no
         connection to it now."""
         number = sole_owner(places)
-        return None if number < 0 else self.source(number)
+        return None if number < 0 else self.source(number, brought=brought)
 
     def _connect(self, number: int) -> Known | None:
         """For ``Connections``."""
@@ -291,20 +315,7 @@ class Owners:
             return None
         peer = self._engine.connect(card.engine)
         self._load_times.forget(number)  # It may be another owner, or another way to it.
-        return Known(card.engine, peer, self._call(number, card, peer))
-
-    def _call(self, number: int, card: OwnerCard, peer: te.Peer) -> Caller | None:
-        """For another process of this host, if te goes there without a network."""
-        followed = self._following.owner(number) if number != OWN else None
-        if followed is None or not followed.where.near or peer.transport != "samehost":
-            return None
-        try:
-            return Caller(
-                followed.where.near, followed.name, card.engine, self._config.request_timeout_s
-            )
-        except NoAnswer as exc:
-            logger.warning("the memory of an owner on this host is read and written by te: %s", exc)
-            return None
+        return Known(card.engine, peer)
 
     def pause(self, number: int, reason: str) -> None:
         """The connection to an owner has ended: it is not used until there is another."""
@@ -360,14 +371,6 @@ class Owners:
         """See ``Pool``."""
         return [one for one in self.usable() if self._lends or one != OWN]
 
-    def look_soon(self) -> None:
-        """A new one is there: has it looked for now."""
-        self._following.look_soon()
-
-    def wait_usable(self, timeout_s: float) -> bool:
-        """Waits until one can be used for the first time; whether it can."""
-        return self._any_usable.wait(timeout_s)
-
     def handle(self, number: int) -> Handle | None:
         """An owner to store at; None if it cannot be reached."""
         source = self.source(number)
@@ -378,9 +381,7 @@ class Owners:
         followed = self._following.owner(number)
         if followed is None:
             return None
-        known = self._connections.get(number)
-        caller = None if known is None else known.caller
-        return RemoteHandle(followed, self._engine, source, caller, self._config.request_timeout_s)
+        return RemoteHandle(followed, self._engine, source, self._config.request_timeout_s)
 
     def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:
         """For ``placement.choose``: what all clients know the owners by, how much they lend, and
@@ -422,8 +423,6 @@ class Owners:
                 rank = OWN_RANK if number == OWN else REMOTE_RANK * (number in self._heard)
             changed = self.ranks[number] != rank
             self.table.set_rank(number, rank)
-        if rank:
-            self._any_usable.set()
         return changed
 
     def _apply_own(self) -> None:

@@ -13,7 +13,6 @@ from kvstore.client.handles import Handle
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen
 from kvstore.objects.changes import KEY_BYTES, Keys, Records
-from kvstore.owner.owner import Owner
 
 __all__ = ["OWN", "Pool", "Version", "keys_of"]
 
@@ -32,16 +31,13 @@ def keys_of(
     if version == since:
         return None
     packed = b"" if table is None else table.keys(ranks)
+    if packed is None:  # It changes too fast: what was known before counts still.
+        return None
     return version, np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES)
 
 
 class Pool(Protocol):
     """All methods are thread-safe."""
-
-    @property
-    def own(self) -> Owner | None:
-        """This process's own owner."""
-        ...
 
     @property
     def request_timeout_s(self) -> float:
@@ -82,14 +78,11 @@ class Pool(Protocol):
         """``ranks``, without some owners."""
         ...
 
-    @property
-    def ranks_of_loads(self) -> bytes:
-        """``ranks``, and owners that cannot be asked, but whose memory is mapped here. What was
-        found at one before can still be read."""
-        ...
-
-    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
-        """Where objects are said to lie: dtype ``PLACE``, one for each key."""
+    def look_up(
+        self, keys: Keys, fingerprint: int, ranks: bytes | None = None, *, asks: bool = False
+    ) -> Records:
+        """Where objects are said to lie: dtype ``PLACE``, one for each key. ``asks``: for who has
+        owners bring what does not lie where this process reads without asking anybody."""
         ...
 
     def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
@@ -104,11 +97,12 @@ class Pool(Protocol):
         """Has owners told soon that objects are read, so that they keep them. Does not wait."""
         ...
 
-    def source(self, number: int) -> Source | None:
-        """An owner to read from; None if it cannot be read now."""
+    def source(self, number: int, *, brought: bool = False) -> Source | None:
+        """An owner to read from; None if it cannot be read now. ``brought``: to read what was
+        brought for this process, as an owner was asked for it (``look_up``, ``asks``)."""
         ...
 
-    def source_of_all(self, places: Records) -> Source | None:
+    def source_of_all(self, places: Records, *, brought: bool = False) -> Source | None:
         """That of the one owner that has all of these in memory; None if there is none such, or it
         cannot be read now."""
         ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
@@ -18,7 +19,7 @@ from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprin
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.rules.tiered_table import PromotionState
-from kvstore.threads import Threads
+from kvstore.threads import NoThread, Threads
 
 __all__ = ["promote", "promoted_parts"]
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES: Final = 8 << 20
 """So much is promoted while as much is read."""
+AHEAD: Final = 2
+"""So many parts are promoted at once. Of one alone nothing would be on its way while its owner
+compares checksums."""
 
 
 def promoted_parts(
@@ -36,7 +40,7 @@ def promoted_parts(
     moved: Sequence[bool],
     deadline_s: float,
 ) -> Generator[tuple[slice, Records], None, None]:
-    """Has objects promoted in parts, the next one while the caller reads the last; blocks.
+    """Has objects promoted in parts, the next ones while the caller reads the last; blocks.
 
     Args:
         owners: know where the objects lie.
@@ -44,7 +48,7 @@ def promoted_parts(
         signature: of all of them.
         nbytes: the size of each.
         moved: which of them did not lie where their owner had announced them. It may have put them
-            below since then, and the announcement may be late: it is asked.
+            in the lower tier since then, and the announcement may be late: it is asked.
         deadline_s: of the monotonic clock.
 
     Yields the keys of a part, and where they lie now, as ``promote`` leaves it.
@@ -53,20 +57,25 @@ def promoted_parts(
     parts = [slice(first, first + step) for first in range(0, len(keys), step)]
 
     def promoted(part: slice) -> Records:
-        places = owners.look_up(keys[part], fingerprint_of(signature, nbytes))
+        places = owners.look_up(keys[part], fingerprint_of(signature, nbytes), asks=True)
         places["slot"][np.asarray(moved[part], bool)] = LOWER_TIER
         promote(owners.handle, keys[part], signature, nbytes, places, deadline_s)
         return places
 
+    in_turn = ((part, promoted(part)) for part in parts)
     if len(parts) < 2:
-        yield from ((part, promoted(part)) for part in parts)
+        yield from in_turn
         return
-    with Threads(1, "kvstore-promoting") as ahead:
-        coming = ahead.submit(promoted, parts[0])
-        for part, after in itertools.zip_longest(parts, parts[1:]):
-            places = coming.result()
+    with Threads(AHEAD, "kvstore-promoting") as threads:
+        try:
+            coming = deque(threads.submit(promoted, one) for one in parts[:AHEAD])
+        except NoThread:
+            yield from in_turn
+            return
+        for part, after in itertools.zip_longest(parts, parts[AHEAD:]):
+            places = coming.popleft().result()
             if after is not None:
-                coming = ahead.submit(promoted, after)
+                coming.append(threads.submit(promoted, after))
             yield part, places
 
 
@@ -90,9 +99,9 @@ def promote(
             cannot be reached become ``SILENT``; the others stay ``LOWER_TIER``.
         deadline_s: of the monotonic clock.
     """
-    below = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
-    for number in np.unique(places["owner"][below]).tolist():
-        rows = np.flatnonzero(below & (places["owner"] == number))[:CLAIM_OBJECTS_MAX]
+    lower = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
+    for number in np.unique(places["owner"][lower]).tolist():
+        rows = np.flatnonzero(lower & (places["owner"] == number))[:CLAIM_OBJECTS_MAX]
         owner = handle(number)
         if owner is None:
             places["found"][rows] = Found.SILENT

@@ -97,10 +97,8 @@ class Puts:
         if deadline.is_over:
             return [Put.TIMED_OUT] * len(keys)
         nbytes = len(keys) * source.object_bytes
-        outcomes, is_readable = None, self._memory.is_readable(source)
+        is_readable = self._memory.is_readable(source)
         if nbytes <= handle.take_bytes_max and is_readable:
-            outcomes = put_at_once(handle, keys, signature, source, deadline)
-        if outcomes is None:
-            copier = self._copier if is_readable else None
-            return put_group(handle, keys, signature, source, deadline, copier)
-        return outcomes
+            return put_at_once(handle, keys, signature, source, deadline)
+        copier = self._copier if is_readable else None
+        return put_group(handle, keys, signature, source, deadline, copier)

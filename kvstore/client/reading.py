@@ -110,6 +110,8 @@ class Source:
     slots_address: int
     #: Its memory in this process; None if it is not there.
     window: Window | None = None
+    #: Whether it is another host's, and this host's owner can be asked for what it has.
+    is_far: bool = False
 
     @property
     def peer(self) -> te.Peer:

@@ -79,16 +79,14 @@ def _put_granted(
 
 def put_at_once(
     handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
-) -> Sequence[Put] | None:
+) -> Sequence[Put]:
     """As ``put_group``, for objects that the processor can read: at most
-    ``Handle.take_bytes_max``. None if they have to go that way now."""
+    ``Handle.take_bytes_max``."""
     try:
         verdicts = handle.take(keys, signature, source, deadline)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.TIMED_OUT if deadline.is_over else Put.UNREACHABLE] * len(keys)
-    if verdicts is None:
-        return None
     if verdicts == [Verdict.GRANTED] * len(keys):
         return [Put.STORED] * len(keys)
     return [OUTCOMES.get(one, Put.STORED) for one in verdicts]

@@ -11,22 +11,28 @@ from typing import Final
 
 import msgspec
 
+from kvstore.client.deadline import Deadline
 from kvstore.client.gets import Gets
 from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
-from kvstore.client.pool import Pool
+from kvstore.client.owners import Owners
 from kvstore.client.status import StoreStatus
 from kvstore.client.writing import OUTCOMES
 from kvstore.host.bringing import Bringing
 from kvstore.host.copies import Copies
 from kvstore.host.telling import Teller
+from kvstore.objects.changes import Keys
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Put, Removed
-from kvstore.owner.answers import answer, keys_of, promoted, published, stored
+from kvstore.objects.pieces import U64
+from kvstore.owner.answers import answer, content_of, in_row, keys_of, promoted
 from kvstore.owner.claims import CLAIM_IS_OVER
 from kvstore.owner.owner import Owner
+from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.messages import (
+    CALL_BYTES_MAX,
     NO_TURN,
+    Abandon,
     Answer,
     Clear,
     Copy,
@@ -37,6 +43,9 @@ from kvstore.protocol.messages import (
     Gone,
     Greet,
     Hello,
+    Lender,
+    Lenders,
+    LendersAre,
     Pin,
     Pins,
     Promote,
@@ -44,15 +53,19 @@ from kvstore.protocol.messages import (
     Published,
     Question,
     Refused,
+    Relay,
     Remove,
+    Reserve,
     Sizes,
     SizesOf,
     Stored,
     Take,
     Touch,
     Unpin,
+    decode_question,
 )
-from kvstore.rules.object_table import Verdict
+from kvstore.protocol.messages import Claim as ClaimSlots
+from kvstore.rules.object_table import Claim, Verdict
 
 __all__ = ["PoolAnswers"]
 
@@ -60,6 +73,8 @@ _VERDICTS: Final = {one: verdict for verdict, one in OUTCOMES.items()} | {
     Put.STORED: Verdict.GRANTED
 }
 """Of what was put at other hosts; what is not among these is not stored there."""
+LENDERS_BYTES: Final = CALL_BYTES_MAX // 2
+"""Of the cards of owners that one answer tells."""
 
 
 class PoolAnswers:
@@ -68,7 +83,7 @@ class PoolAnswers:
     def __init__(
         self,
         owner: Owner,
-        pool: Pool,
+        pool: Owners,
         memory: Memory,
         gets: Gets,
         copier: Copier,
@@ -84,6 +99,7 @@ class PoolAnswers:
         self._teller = teller
         self._owner = owner
         self._lends = lends
+        self._pool = pool
         self._managing = Managing(pool)
         self._copies = Copies(owner, pool, memory, copier)
         self._bringing = Bringing(owner, pool, gets, memory_bytes)
@@ -97,9 +113,14 @@ class PoolAnswers:
 
     def _answer(self, question: Question) -> Answer | None:
         match question:
-            case Touch(keys, signature):
-                self._owner.touch(keys_of(keys), signature)
+            case Touch(keys, signature, nbytes):
+                # Owners of other hosts, too, as their objects are read without their knowing it.
+                self._pool.touch_soon(keys_of(keys), signature, nbytes)
                 return None
+            case Lenders(first):
+                return self._lenders(first)
+            case Relay():
+                return self._relayed(question)
             case Discard(keys, signature):
                 self._managing.remove_soon(keys_of(keys), signature)
                 return None
@@ -141,17 +162,49 @@ class PoolAnswers:
 
     def take(self, question: Take, address: int) -> Answer:
         """Stores objects that lie one behind the other in this process's memory. ``ValueError``."""
-        keys, signature, nbytes = keys_of(question.keys), question.signature, question.nbytes
-        taken = stored(self._owner, question.keys, signature, nbytes, address)
+        keys, signature = keys_of(question.keys), question.signature
+        pieces = in_row(address, len(keys), question.nbytes)
         if self._lends:
-            return taken
-        self._owner.tell()
-        found = self._copies.copy(keys, signature, nbytes, 1)
-        verdicts = list[str]()
-        for said, one in zip(taken.verdicts, found, strict=True):
-            is_here = said in (Verdict.GRANTED.value, Verdict.EXISTS.value)
-            verdicts.append(_of_copy(one) if is_here else said)
-        return Stored(verdicts, taken.placed)
+            return Stored([one.value for one in self._owner.storing.take(keys, signature, pieces)])
+        claim, checksums = self._owner.storing.fill(keys, signature, pieces)
+        deadline = Deadline(question.timeout_ms / 1000)
+        return Stored([one.value for one in self._sent(claim, keys, checksums, deadline)])
+
+    def _sent(self, claim: Claim, keys: Keys, checksums: U64, deadline: Deadline) -> list[Verdict]:
+        """Has what has come to slots stored at other hosts. One verdict for each of the keys that
+        the claim was asked for."""
+        verdicts = list(claim.verdicts)
+        if claim.slots:
+            found = iter(self._copies.send(claim, checksums, deadline))
+            self._owner.tell()
+            verdicts = [_of(next(found)) if one is Verdict.GRANTED else one for one in verdicts]
+        # They lie here on their way from somewhere, which may not have them any more.
+        here = [row for row, one in enumerate(claim.verdicts) if one is Verdict.EXISTS]
+        if here:
+            found = iter(self._copies.copy(keys[here], claim.signature, claim.nbytes, 1))
+            for row in here:
+                verdicts[row] = _of(next(found))
+        return verdicts
+
+    def _lenders(self, first: int) -> LendersAre:
+        found, room = list[Lender](), LENDERS_BYTES
+        for number, card, name, host in self._pool.lending(first):
+            room -= len(card.engine)
+            if room < 0 and found:
+                return LendersAre(found, number)
+            where = (card.engine, card.headers_address, card.slots_address)
+            lent = card.chunks * card.object_bytes_max
+            found.append(Lender(number, *where, name, host, lent))
+        return LendersAre(found, 0)
+
+    def _relayed(self, relay: Relay) -> Answer:
+        question = decode_question(relay.question)
+        if not isinstance(question, ClaimSlots | Reserve | Publish | Abandon):
+            return Refused(f"{type(question).__name__} is not passed on to another host")
+        try:
+            return self._pool.relay(relay.number, relay.name, question, relay.nbytes)
+        except NoAnswer as exc:
+            return Refused(str(exc))
 
     def _figures(self, asker: bytes) -> FiguresOf:
         status = self._status()
@@ -162,17 +215,18 @@ class PoolAnswers:
 
     def _published(self, claim_id: int, question: Publish) -> Answer:
         """Of memory that the client's processor cannot read."""
-        held = self._owner.begin_publishing(claim_id)
+        held = self._owner.storing.begin_publishing(claim_id)
         if held is None:
             return Published(CLAIM_IS_OVER)
         held.wait()
-        answer, claim = published(self._owner, held, question), held.claim
-        if not answer.why_not:
-            keys = keys_of(b"".join(claim.keys))
-            found = self._copies.copy(keys, claim.signature, claim.nbytes, 1)
-            return Published("", None, [_of_copy(one) for one in found])
-        return answer
+        why_not, claim, checksums = self._owner.storing.filled(held, content_of(question))
+        if why_not:
+            return Published(why_not)
+        found = self._copies.send(claim, checksums, Deadline(self._pool.request_timeout_s))
+        self._owner.tell()
+        return Published("", None, [_of(one).value for one in found])
 
 
-def _of_copy(outcome: Put) -> str:
-    return _VERDICTS.get(outcome, Verdict.NOT_COPIED).value
+def _of(outcome: Put) -> Verdict:
+    """Of an object that was to be stored at another host."""
+    return _VERDICTS.get(outcome, Verdict.NOT_COPIED)

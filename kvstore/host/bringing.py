@@ -13,9 +13,9 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-import te
 from kvstore.client.gets import Gets
 from kvstore.client.pool import OWN, Pool
+from kvstore.client.reading import StillLanding
 from kvstore.objects.changes import LOWER_TIER, Found, Keys, fingerprint_of
 from kvstore.objects.outcomes import Got
 from kvstore.owner.owner import Owner
@@ -101,12 +101,12 @@ class Bringing:
         if len(own):
             left_s = max(deadline_s - time.monotonic(), 0.0)
             promoted = self._owner.promote(keys[own], signature, nbytes, left_s)
-            said_below = places["slot"][is_own] == LOWER_TIER
+            said_lower = places["slot"][is_own] == LOWER_TIER
             is_late = False
-            for row, one, is_below in zip(own.tolist(), promoted, said_below, strict=True):
+            for row, one, is_lower in zip(own.tolist(), promoted, said_lower, strict=True):
                 # The pool says that it is in memory: it is told soon that it was evicted, and knows
                 # then where else it is.
-                is_untold = one.state is PromotionState.GONE and not is_below
+                is_untold = one.state is PromotionState.GONE and not is_lower
                 results[row] = _LATER if is_untold else one
                 is_late |= is_untold
             count += sum(one.state is PromotionState.HERE for one in promoted)
@@ -131,13 +131,13 @@ class Bringing:
         deadline_s: float,
     ) -> int:
         """From owners of other hosts, which may not have heard yet what was removed."""
-        is_gone = self._owner.removed_lately(keys[rows], signature)
+        is_gone = self._owner.storing.removed_lately(keys[rows], signature)
         for row in rows[is_gone].tolist():
             results[row] = _GONE
         rows = rows[~is_gone]
         if not len(rows):
             return 0
-        claim, pieces = self._owner.room(keys[rows], signature, nbytes)
+        claim, pieces = self._owner.storing.room(keys[rows], signature, nbytes)
         for row, verdict in zip(rows.tolist(), claim.verdicts, strict=True):
             results[row] = _GONE if verdict is Verdict.TOO_LARGE else _LATER
         if not claim.slots:
@@ -145,15 +145,15 @@ class Bringing:
             return 0
         granted = rows[[one is Verdict.GRANTED for one in claim.verdicts]]
         outcomes = [Got.UNREACHABLE] * len(granted)
-        is_over = True
+        checksums = np.zeros(len(granted), np.uint64)
         try:
-            outcomes = self._gets.get(keys[granted], signature, pieces, deadline_s)
-        except te.FenceTimeout:
-            is_over = False  # Something may land there still: nobody gets these slots any more.
-            raise
+            outcomes = self._gets.get(
+                keys[granted], signature, pieces, deadline_s, checksums=checksums
+            )
+        except StillLanding as exc:
+            exc.wait()  # Behind the deadline; but nobody may have these slots before.
         finally:
-            if is_over:
-                self._owner.landed(claim, [one is Got.RIGHT for one in outcomes])
+            self._owner.storing.landed(claim, [one is Got.RIGHT for one in outcomes], checksums)
             with self._landed:
                 self._landed.notify_all()
         for row, one in zip(granted.tolist(), outcomes, strict=True):

@@ -14,7 +14,7 @@ import numpy as np
 
 import te
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import AskedHandle, check_unchanged, of_each, within
+from kvstore.client.handles import AskedHandle, answered_ms, check_unchanged, of_each, within
 from kvstore.client.reading import Source
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import gather
@@ -32,7 +32,9 @@ from kvstore.protocol.messages import (
     Fetch,
     Fetched,
     Keep,
+    Promote,
     Question,
+    Relay,
     Remove,
     Stored,
     Take,
@@ -98,12 +100,15 @@ class HostHandle(AskedHandle):
     def _taken(
         self, keys: Keys, signature: bytes, pieces: Pieces, deadline: Deadline
     ) -> list[Verdict]:
-        until_s, nbytes = self._until_s(deadline), len(pieces) * pieces.object_bytes
+        # An owner that lends nothing stores them at other hosts, which takes its time.
+        lends = self._caller.hello.lends
+        until_s = self._until_s(deadline) if lends else time.monotonic() + deadline.left_s
+        nbytes = len(pieces) * pieces.object_bytes
         with self._caller.line(until_s - time.monotonic(), nbytes) as line:
-            assert line is not None, "it waits for a line"
             gather(pieces, line.tray.address)
             check_unchanged(deadline)
-            question = Take(keys.tobytes(), signature, pieces.object_bytes)
+            left_ms = answered_ms(until_s - time.monotonic())
+            question = Take(keys.tobytes(), signature, pieces.object_bytes, left_ms)
             taken = self._expected(self._caller.answer(line, question, until_s), Stored)
             return self._verdicts(keys, taken.verdicts)
 
@@ -113,7 +118,6 @@ class HostHandle(AskedHandle):
         """None if the owner cannot read this memory."""
         until_s, count = self._until_s(deadline), len(pieces.nbytes)
         with self._caller.line(until_s - time.monotonic()) as line:
-            assert line is not None, "it waits for a line"
             told = np.frombuffer(line.tray.memory, "<u8", (len(keys) + 1) * count)
             told[: len(keys) * count], told[len(keys) * count :] = (
                 pieces.addresses.reshape(-1),
@@ -169,8 +173,7 @@ class HostHandle(AskedHandle):
 
     def _answer(self, question: Question, timeout_s: float) -> Answer:
         until_s = time.monotonic() + timeout_s
-        with self._caller.line(timeout_s) as line:
-            assert line is not None, "it waits for a line"
+        with self._caller.line(timeout_s, is_slow=isinstance(question, Promote | Relay)) as line:
             # Others may have had all lines for a part of the time.
             told = within(question, until_s - time.monotonic())
             return self._caller.answer(line, told, until_s)

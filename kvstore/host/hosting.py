@@ -133,6 +133,11 @@ class Hosting:
         """How many processes use it."""
         return len(self._presence)
 
+    def wake_on(self, fd: int) -> None:
+        """``adopt`` and ``run`` look whether they are to end, once ``fd`` can be read, which stays
+        the caller's and stays open until ``close``."""
+        self._selector.register(fd, selectors.EVENT_READ)
+
     def end(self) -> None:
         """Ends ``adopt`` and ``run``. From a signal's handler, also behind ``close``: the number of
         the descriptor may be a file's then. From other threads before ``close`` alone."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvstore.client.deadline import Deadline
 from kvstore.config import Config
 from kvstore.host import agreement
-from kvstore.host.lifetime import ENDED_S, GIVEN_WAY_S, PAUSE_S, Attempts
+from kvstore.host.lifetime import PAUSE_S, Attempts, HoldOff
 from kvstore.host.messages import (
     BYTES_MAX,
     Farewell,
@@ -87,10 +87,11 @@ class Lease:
         self._starting: Starting | None = None
         #: Whether the last owner was started by an operator, who starts the next one, too.
         self._is_service = False
+        #: Whether an owner has given way to this process, which is to start the next one.
+        self._is_next = False
         self._is_closing = False
         self._said = ""
-        #: When this process may start one, by the monotonic clock.
-        self._start_s = 0.0
+        self._hold_off = HoldOff()
         self._unable = RateLimitedLog(logger)
         #: Of the owner that was joined last; 0: none yet. In containers the next one may have it.
         self.pid = 0
@@ -147,7 +148,8 @@ class Lease:
         while not deadline.is_over:
             if self._try(deadline.left_s):
                 return
-            pause_s = attempts.pause_s(time.monotonic(), is_awaited=self._starting is not None)
+            is_awaited = self._is_next or self._starting is not None
+            pause_s = attempts.pause_s(time.monotonic(), is_awaited=is_awaited)
             self._wait(None, min(pause_s, deadline.left_s))
         logger.warning(
             "the owner of this host's store does not answer within %g s: nothing is stored or"
@@ -169,12 +171,12 @@ class Lease:
             if why is not None:
                 self._starting.close()
                 self._starting = None
+                self._is_next = False
                 if why:
                     raise Refusal(why)
         # What an operator has ended he starts again; one without memory gives way to that.
         is_his = self._is_service and bool(self._config.memory)
-        may_start = not is_his and time.monotonic() >= self._start_s
-        if self._starting is None and may_start:
+        if self._starting is None and not is_his:
             try:
                 self._start()
             # Such as too many open files, or an engine that needs a secret, which this process has
@@ -185,15 +187,17 @@ class Lease:
         return False
 
     def _start(self) -> None:
-        """If this process gets the lock. ``OSError``; ``ValueError`` if it cannot have the settings
-        of the last one."""
+        """If this process gets the lock, and nobody else is to start it. ``OSError``;
+        ``ValueError`` if it cannot have the settings of the last one."""
         lock = self._place.lock()
+        may_start = self._hold_off.is_over(time.monotonic(), is_free=lock is not None)
         if lock is not None:
             try:
                 was = {} if self._is_service else self._was
-                self._starting = Starting(agreement.wished(self._config, was), lock)
+                if may_start:
+                    self._starting = Starting(agreement.wished(self._config, was), lock)
             finally:
-                lock.close()  # The owner has it.
+                lock.close()  # An owner that was started has it.
 
     def _join(self, timeout_s: float) -> None:
         """``_Gone``, ``Refusal``."""
@@ -237,8 +241,15 @@ class Lease:
                 f"the process {answer.pid} owns the store of this host, and {answer.why}; else"
                 " give this process another directory, or end that one first"
             )
+        if isinstance(answer, Farewell) and answer.gives_way:
+            # Also behind an operator's owner: the one that was there in its stead has ended.
+            self._is_service, self._is_next = False, True
+            self._hold_off.end()
+            self._was = {}
+            raise _Gone("it gives way to this process")
         if not isinstance(answer, Joined):
             raise ValueError(f"it answers with {type(answer).__name__}")
+        self._is_next = False
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -285,7 +296,7 @@ class Lease:
                 attempts.refused()
                 logger.warning("the store of this host is not used: %s", exc)
             is_holding = self._held is not None and not is_refused
-            is_awaited = is_holding or self._starting is not None
+            is_awaited = is_holding or self._is_next or self._starting is not None
             self._wait(None, attempts.pause_s(time.monotonic(), is_awaited=is_awaited))
 
     def _wait_for_end(self, line: socket.socket) -> None:
@@ -307,9 +318,10 @@ class Lease:
             if isinstance(farewell, Farewell) and not gives_way:
                 self._is_service = True
                 logger.info("the owner of this host's store was ended")
-            if gives_way or self._is_service:
-                hold_off_s = GIVEN_WAY_S if gives_way else ENDED_S
-                self._start_s = time.monotonic() + hold_off_s
+            if gives_way:
+                self._hold_off.gave_way(time.monotonic())
+            elif self._is_service:
+                self._hold_off.ended(time.monotonic())
         line.close()
         self._line = None
         logger.warning(

@@ -10,11 +10,14 @@ from typing import Final
 __all__ = [
     "ADOPTION_S",
     "ENDED_S",
+    "ENDING_S",
     "FIRST_USE_S",
     "GIVEN_WAY_S",
     "PAUSE_S",
+    "UNTAKEN_S",
     "Adoption",
     "Attempts",
+    "HoldOff",
     "Presence",
 ]
 
@@ -26,10 +29,13 @@ those who have ended, too."""
 FIRST_USE_S: Final = 60.0
 """So long an owner waits at least for the one that has started it."""
 
-GIVEN_WAY_S: Final = 60.0
-"""So long an owner that gives way to another is waited for: it ends its lines, writes what lies in
-memory alone to a disk, and ends its engine, which may take 35 s. So long other processes start no
-owner behind one that has given way: the next one waits for the lock."""
+ENDING_S: Final = 50.0
+"""So long an owner takes to end at most: it ends its lines, writes what lies in memory alone to a
+disk, and ends its engine, which may take 35 s. A process that has not ended by then ends itself,
+whatever keeps it."""
+GIVEN_WAY_S: Final = ENDING_S + 10.0
+"""So long an owner that gives way to another is waited for, and so long at most others start none
+behind one that has given way: the next one waits for the lock."""
 ENDED_S: Final = 10.0
 """So long processes start no owner behind an operator's that has ended: most are started again."""
 
@@ -39,7 +45,11 @@ RUSH_PAUSE_S: Final = 0.02
 PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 10.0
 AWAITED_PAUSE_S: Final = ADOPTION_S / 4
-"""So long at most pauses one that a new owner waits for, or that has started one."""
+"""So long at most pauses one that a new owner waits for, that has started one, or that an owner has
+given way to."""
+UNTAKEN_S: Final = 4 * AWAITED_PAUSE_S
+"""So long nobody may have had the host's lock until others start an owner, too: the one that the
+last owner has given way to could start none."""
 
 
 class Presence:
@@ -95,6 +105,36 @@ class Adoption:
     def left_s(self, now_s: float) -> float:
         """Seconds to wait; 0.0: no longer."""
         return max(self._until_s - now_s, 0.0)
+
+
+class HoldOff:
+    """Whether a process may start an owner behind one that has ended on purpose: its operator does,
+    or the process that it has given way to."""
+
+    def __init__(self) -> None:
+        self._until_s = -math.inf
+        #: Since when the lock has been free, as far as is known; None behind an operator's owner.
+        self._free_s: float | None = None
+
+    def end(self) -> None:
+        """This process is the one that is to start it."""
+        self._until_s = -math.inf
+
+    def ended(self, now_s: float) -> None:
+        """An operator's owner has."""
+        self._until_s, self._free_s = now_s + ENDED_S, None
+
+    def gave_way(self, now_s: float) -> None:
+        """An owner has, to another process."""
+        self._until_s, self._free_s = now_s + GIVEN_WAY_S, math.inf
+
+    def is_over(self, now_s: float, *, is_free: bool) -> bool:
+        """``is_free``: whether nobody has the host's lock now; to be told with each look."""
+        if self._free_s is not None:
+            self._free_s = min(self._free_s, now_s) if is_free else math.inf
+            if now_s - self._free_s >= UNTAKEN_S:
+                return True
+        return now_s >= self._until_s
 
 
 class Attempts:

@@ -53,7 +53,7 @@ class Lock:
 
 
 class Place:
-    """In a directory that this user alone may enter (``Directory``)."""
+    """In a directory that this user alone may enter (``directory.Directory``)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory: Final = directory
@@ -77,7 +77,12 @@ class Place:
             raise
         return Lock(fd)
 
+    @property
+    def sockets(self) -> tuple[Path, Path]:
+        """Of the owner."""
+        return self.socket, self.calls
+
     def clear(self) -> None:
         """Removes the sockets of a former owner; for the one that has the lock."""
-        for one in (self.socket, self.calls):
+        for one in self.sockets:
             one.unlink(missing_ok=True)

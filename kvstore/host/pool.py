@@ -14,8 +14,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -25,13 +26,13 @@ import numpy.typing as npt
 import te
 from kvstore._table import Mirror, sole_owner
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import Handle
 from kvstore.client.load_times import LoadTimes
-from kvstore.client.managing import Managing
 from kvstore.client.memory import Memory
 from kvstore.client.pool import OWN, Version, keys_of
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
+from kvstore.host.far import FarOwners, ReadLately
+from kvstore.host.far_puts import FarPuts
 from kvstore.host.handle import HOST, HostHandle
 from kvstore.host.lease import Lease
 from kvstore.host.place import Place
@@ -42,16 +43,26 @@ from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller
 from kvstore.protocol.mapped import Mapped
-from kvstore.protocol.messages import NO_TURN, Discard, Figures, FiguresOf, Touch
+from kvstore.protocol.messages import (
+    NO_TURN,
+    Discard,
+    Figures,
+    FiguresOf,
+    Lender,
+    Lenders,
+    LendersAre,
+    Touch,
+)
 from kvstore.rate_limited_log import RateLimitedLog
 
-__all__ = ["HostManaging", "HostPool"]
+__all__ = ["HostPool"]
 
 logger = logging.getLogger(__name__)
 
 OWN_ALONE: Final = bytes([1]).ljust(OWNERS_MAX, b"\0")
 TOLD_MAX: Final = 1024
 """Batches of keys that wait to be told to the owner."""
+_NOBODY: Final = Lender(0, b"", 0, 0, bytes(16).hex(), "", 1)
 PAUSE_S: Final = 1.0
 """An owner that could not be connected to is left alone for so long."""
 
@@ -62,6 +73,10 @@ class _Link:
 
     caller: Caller
     table: Mirror
+    #: Of other hosts.
+    far: FarOwners
+    #: None if what this process puts goes to its host's owner.
+    puts: FarPuts | None
     #: By te; for memory that the processor cannot read.
     peer: te.Peer | None = None
     #: When it may be connected to again, by the monotonic clock.
@@ -76,7 +91,10 @@ class _Link:
 
     def close(self) -> None:
         """Who reads what is mapped keeps it."""
+        if self.puts is not None:  # First: it has something to say, perhaps.
+            self.puts.close()
         self.caller.close()
+        self.far.close()
         if self.peer is not None:
             self.peer.close()
 
@@ -92,12 +110,18 @@ class HostPool:
         memory: Memory,
         load_times: LoadTimes,
         request_timeout_s: float,
+        *,
+        reads_far: bool = True,
+        puts_far: bool = True,
     ) -> None:
-        """Connects to the owner, if there is one."""
-        self.own: Final = None
+        """Connects to the owner, if there is one. ``reads_far``: what lies at other hosts is read
+        from there; else it is asked of the owner. ``puts_far``: if this host lends nothing, objects
+        are stored at others from here; else the owner does that."""
         self.request_timeout_s: Final = request_timeout_s
         self._lease = lease
         self._place = place
+        self._reads_far, self._puts_far = reads_far, puts_far
+        self._read_lately = ReadLately()
         self._memory = memory
         self._load_times = load_times
         self._lock = threading.Lock()
@@ -111,7 +135,7 @@ class HostPool:
         self._told: Final = Told()
         self._answer: tuple[StoreStatus, OwnerStats | None] | None = None
         self._answer_until_s = 0.0
-        self._untold: deque[tuple[type[Touch | Discard], Keys, bytes]] = deque()
+        self._untold: deque[tuple[Callable[[bytes], Touch | Discard], Keys]] = deque()
         lease.on_join = self._join
         lease.on_reminder = self._on_reminder
         if lease.is_joined:
@@ -142,12 +166,15 @@ class HostPool:
         joins = self._lease.joins
         try:
             path = str(self._place.calls)
-            caller = Caller(path, HOST, None, self.request_timeout_s, map_table)
+            caller = Caller(path, HOST, self.request_timeout_s, map_table)
         except NoAnswer as exc:
             self._link_s = time.monotonic() + PAUSE_S
             logger.warning("%s; it is tried again", exc)
             return
-        link = _Link(caller, tables[0])
+        far, puts = FarOwners(self._memory, self.request_timeout_s), None
+        if self._puts_far and not caller.hello.lends:
+            puts = FarPuts(caller, far, self._memory, self._identity, self.request_timeout_s)
+        link = _Link(caller, tables[0], far, puts)
         self._connect_by_te(link)  # First: what is found behind this is to be read.
         former, self._link = self._link, link
         self._joins = joins
@@ -173,6 +200,30 @@ class HostPool:
                 self._connect()
         self.connect_by_te()
         self._tell()
+        self._connect_far()
+
+    def _connect_far(self) -> None:
+        """Behind the first wish: until then, and if it fails, the owner brings what is there."""
+        link = self._joined()
+        if link is not None:
+            link.far.connect(partial(self._lenders, link))
+            if self._link is not link:
+                link.far.close()
+
+    def _lenders(self, link: _Link) -> list[Lender] | None:
+        """Where the owners of other hosts are; None if the host's owner does not say."""
+        found, first = list[Lender](), 1
+        try:
+            while first:
+                answer = link.caller.ask(Lenders(first), self.request_timeout_s)
+                if not isinstance(answer, LendersAre) or 0 < answer.next <= first:
+                    raise NoAnswer(f"{HOST} answers nonsense of other hosts")
+                found += answer.lenders
+                first = answer.next
+        except NoAnswer as exc:
+            self._strange.warn("where other hosts have their memory is not known: %s", exc)
+            return None
+        return found
 
     # -- look-ups
 
@@ -214,26 +265,59 @@ class HostPool:
             ranks[number] = 0
         return bytes(ranks)
 
-    @property
-    def ranks_of_loads(self) -> bytes:
-        """The same: what is mapped is read in any case."""
-        return self.ranks
-
-    def look_up(self, keys: Keys, fingerprint: int, ranks: bytes | None = None) -> Records:
+    def look_up(
+        self, keys: Keys, fingerprint: int, ranks: bytes | None = None, *, asks: bool = False
+    ) -> Records:
         """See ``Pool``."""
         places = np.zeros(len(keys), PLACE)
         link = self._link
         if link is None:
+            self._joined()  # Whoever only looks up has it connected to, too.
             return places
+        if link.puts is not None:
+            link.puts.settle(keys)
         ranks = self.ranks if ranks is None else ranks
         link.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places)
+        number = sole_owner(places)
+        if number == OWN or (number > OWN and not asks and self._reads_itself(link, keys, number)):
+            return places
         is_far = (places["owner"] != OWN) | (places["slot"] == LOWER_TIER)
         is_far &= places["found"] == Found.HERE
         if is_far.any():
+            is_joined = self._joined() is link
+            if is_joined and self._reads_far and not asks:
+                is_far &= ~self._is_readable(link, keys, places, is_far)
             places["slot"][is_far] = LOWER_TIER
-            if self._joined() is not link:  # Nobody is there to be asked for them.
+            if not is_joined:  # Nobody is there to be asked for them.
                 places["found"][is_far] = Found.MISSING
         return places
+
+    def _reads_itself(self, link: _Link, keys: Keys, number: int) -> bool:
+        """Whether all of the objects that lie in the memory of one owner of another host are for
+        this process to read: the most frequent case, and told quickly. See ``_is_readable``."""
+        return (
+            self._reads_far
+            and link.far.is_reachable(number)
+            and not self._read_lately.has_any(keys)
+            and self._joined() is link
+        )
+
+    def _is_readable(
+        self, link: _Link, keys: Keys, places: Records, is_far: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Which of the objects that do not lie in this host's memory this process reads itself:
+        those in the memory of other hosts' owners to which it is connected, and that it has not
+        read lately. What is wanted again is kept on this host."""
+        rows = np.flatnonzero(is_far & (places["slot"] != LOWER_TIER))
+        numbers = places["owner"][rows]
+        readable = link.far.readable[numbers]
+        found = np.zeros(len(keys), np.bool_)
+        wants = self._memory.is_used and not readable.all()
+        if wants and link.far.want(np.unique(numbers).tolist()):
+            self._lease.remind()
+        rows = rows[readable]
+        found[rows] = ~self._read_lately.has(keys[rows])
+        return found
 
     def held_by(self, number: int, keys: Keys, fingerprint: int) -> Records:
         """See ``Pool``."""
@@ -246,37 +330,40 @@ class HostPool:
         link = self._joined()
         return keys_of(None if link is None else link.table, self.ranks, since)
 
-    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:  # noqa: ARG002
+    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         """See ``Pool``. Wakes up the lease's thread if it was not reminded since the last time; of
         too many, some are left out."""
-        self._tell_soon(Touch, keys, signature)
+        self._tell_soon(lambda some: Touch(some, signature, nbytes), keys)
 
     def discard_soon(self, keys: Keys, signature: bytes) -> None:
         """Has objects removed, as ``touch_soon``. An owner that does not hear it keeps them."""
-        self._tell_soon(Discard, keys, signature)
+        self._tell_soon(lambda some: Discard(some, signature), keys)
 
-    def _tell_soon(self, kind: type[Touch | Discard], keys: Keys, signature: bytes) -> None:
+    def _tell_soon(self, kind: Callable[[bytes], Touch | Discard], keys: Keys) -> None:
         if len(self._untold) < TOLD_MAX:
-            self._untold.append((kind, keys, signature))
+            self._untold.append((kind, keys))
             self._lease.remind()
 
     def _tell(self) -> None:
         """In the lease's thread."""
         link, told = self._joined(), list[Touch | Discard]()
         while self._untold:
-            kind, keys, signature = self._untold.popleft()
+            kind, keys = self._untold.popleft()
+            self._read_lately.add(keys)
             for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
-                told.append(kind(keys[first : first + CLAIM_OBJECTS_MAX].tobytes(), signature))
+                told.append(kind(keys[first : first + CLAIM_OBJECTS_MAX].tobytes()))
         if link is not None:
             link.caller.tell(told)
 
     # -- owners
 
-    def source(self, number: int) -> Source | None:
-        """See ``Pool``: whichever number it is, what can be read lies in this host's memory."""
+    def source(self, number: int, *, brought: bool = False) -> Source | None:
+        """See ``Pool``: what was brought lies in this host's memory, whichever number it is."""
         link = self._link
         if link is None:
             return None
+        if number != OWN and not brought:
+            return link.far.source(number)
         window, peer = link.caller.window, link.live_peer
         if peer is None and self._needs_te(link):
             self._lease.remind()
@@ -285,13 +372,13 @@ class HostPool:
         hello = link.caller.hello
         return Source(number, peer, hello.headers_address, hello.slots_address, window)
 
-    def source_of_all(self, places: Records) -> Source | None:
+    def source_of_all(self, places: Records, *, brought: bool = False) -> Source | None:
         """See ``Pool``."""
         number = sole_owner(places)
-        return None if number < 0 else self.source(number)
+        return None if number < 0 else self.source(number, brought=brought)
 
     def _needs_te(self, link: _Link) -> bool:
-        return link.caller.window is None or self._memory.has_engine
+        return link.caller.window is None or self._memory.has_unreadable
 
     def connect_by_te(self) -> None:
         """Connects to the owner, if this process needs that, and has no connection. Waits for
@@ -317,12 +404,28 @@ class HostPool:
 
     def pause(self, number: int, reason: str) -> None:
         """See ``Pool``. The lease's thread connects anew."""
+        link = self._link
+        if link is not None:
+            link.far.pause(number)
         logger.warning("the memory of owner %d of the store was not read: %s", number, reason)
 
+    def settle(self, keys: Keys | None) -> None:
+        """Waits a while until the owner knows of what this process has put: of these, or of all."""
+        link = self._link
+        if link is not None and link.puts is not None:
+            link.puts.settle(keys)
+
     def handle(self, number: int) -> HostHandle | None:
-        """See ``Pool``: the host's owner, whichever number it is."""
+        """See ``Pool``: the host's owner, whichever number it is; but objects are stored at the
+        owner of that number, if this process can write there."""
         link = self._joined()
-        source = None if link is None else self.source(number)
+        if link is not None and link.puts is not None and number != OWN:
+            far = link.puts.handle(number)
+            if far is not None:
+                return far
+            if self._memory.is_used and link.far.want([number]):
+                self._lease.remind()
+        source = None if link is None else self.source(number, brought=True)
         if link is None or source is None:
             return None
         return HostHandle(source, link.caller, self._identity, self.request_timeout_s)
@@ -335,7 +438,15 @@ class HostPool:
         """See ``Pool``: objects are stored at the host's owner, and it stores copies elsewhere."""
         return [] if self._joined() is None else [OWN]
 
-    storing = usable
+    def storing(self) -> Sequence[int]:
+        """See ``Pool``: the host's owner, or those of other hosts that this process stores at."""
+        link = self._joined()
+        if link is None or link.puts is None or not self._memory.is_used:
+            return self.usable()
+        storing = link.puts.storing(link.table.ranks)
+        if link.far.want_all(storing.numbers):
+            self._lease.remind()
+        return storing.numbers if storing.are_known else self.usable()
 
     def copy(
         self, keys: Keys, signature: bytes, nbytes: int, copies: int, deadline: Deadline
@@ -349,8 +460,12 @@ class HostPool:
                 logger.warning("%d objects may have fewer copies than wanted: %s", len(keys), exc)
 
     def known_as(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float], list[str]]:
-        """See ``Pool``. There is nothing to choose from."""
-        return [bytes(16)] * len(numbers), [1.0] * len(numbers), [""] * len(numbers)
+        """See ``Pool``. The host's owner is there to be chosen alone."""
+        link = self._link
+        lenders = {} if link is None else link.far.lenders
+        known = [lenders.get(one, _NOBODY) for one in numbers]
+        names = [bytes.fromhex(one.name) for one in known]
+        return names, [float(one.nbytes) for one in known], [one.host for one in known]
 
     @property
     def knows_all(self) -> bool:
@@ -405,25 +520,6 @@ class HostPool:
         except (NoAnswer, msgspec.DecodeError) as exc:
             self._strange.warn("what %s holds is not told: %s", HOST, exc)
             return None
-
-
-class HostManaging(Managing):
-    """See ``Managing``. The owner asks the others."""
-
-    def __init__(self, owners: HostPool) -> None:
-        super().__init__(owners)
-        self._host = owners
-
-    def remove_soon(self, keys: Keys, signature: bytes) -> None:
-        """See ``Managing``."""
-        self._host.discard_soon(keys, signature)
-
-    def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
-        handle = self._owners.handle(OWN)
-        rows = np.arange(len(keys), dtype=np.intp)
-        if handle is not None:
-            for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
-                yield rows[first : first + CLAIM_OBJECTS_MAX], handle
 
 
 def _nothing() -> None:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Account", "Accounts", "Form"]
+__all__ = ["Account", "Accounts", "ObjectSpec"]
 
 
-class Form(NamedTuple):
-    """As what an object lies in the store: see ``Store.exists``."""
+class ObjectSpec(NamedTuple):
+    """What an object was stored with: see ``Store.exists``."""
 
     signature: bytes
     nbytes: int
@@ -33,7 +33,7 @@ class Account:
 
     number: int
     digest: bytes
-    form: Form
+    spec: ObjectSpec
     since_s: float
 
 
@@ -49,11 +49,11 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def add(self, key: Any, digest: bytes, form: Form, now_s: float) -> Account | None:
+    def add(self, key: Any, digest: bytes, spec: ObjectSpec, now_s: float) -> Account | None:
         """The object is stored; returns what was known of it before."""
         before = self._accounts.get(key)
         number = next(self._numbers) if before is None else before.number
-        self._accounts[key] = Account(number, digest, form, now_s)
+        self._accounts[key] = Account(number, digest, spec, now_s)
         return before
 
     def of(self, keys: Sequence[Any]) -> dict[Any, Account]:
@@ -87,7 +87,7 @@ class Accounts:
         """So many keys at most, of one model or of all, with their sizes in bytes, whose numbers
         are above ``after``; and after which number the next ones come, None if there are none."""
         wanted = (
-            (one.number, key, one.form.nbytes)
+            (one.number, key, one.spec.nbytes)
             for key, one in self._accounts.items()
             if one.number > after and model_name in (None, key.model_name)
         )

@@ -30,9 +30,8 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
-import te
 from kvstore.config import Config
-from kvstore.lmcache.accounts import Form
+from kvstore.lmcache.accounts import ObjectSpec
 from kvstore.lmcache.books import Books
 from kvstore.lmcache.lookups import LookUps
 from kvstore.lmcache.names import Layout, keys_of_objects, rows_by, signature_of
@@ -41,7 +40,7 @@ from kvstore.networking import config_of
 from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
-from kvstore.store import Store
+from kvstore.store import Store, stopped
 from kvstore.values import typed
 
 __all__ = ["StoreL2Adapter", "StoreL2AdapterConfig"]
@@ -116,8 +115,6 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._weights, self._timeout_s = config.weights, config.timeout_s
         self._numbers = itertools.count()
         self._closing = threading.Event()
-        #: Why LMCache's memory is not safe any more.
-        self._stuck = ""
         with contextlib.ExitStack() as undo:
             self._store = undo.enter_context(Store(config.store))
             self._store.register(_bytes_at(l1_memory_desc.ptr, l1_memory_desc.size))
@@ -130,7 +127,7 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 partial(self._tell, self._notify_keys_stored),
                 partial(self._tell, self._notify_keys_deleted),
             )
-            self._lookups = LookUps(self._store, self._weights, self._books.forms, self._numbers)
+            self._lookups = LookUps(self._store, self._weights, self._books.specs, self._numbers)
             undo.callback(self._lookups.close, config.timeout_s + CLOSE_TIMEOUT_S)
             undo.callback(self._closing.set)
             self._undo = undo.pop_all()
@@ -194,7 +191,7 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._books.add(
                 [keys[rows[at]] for at in there],
                 digests[there],
-                Form(signature, pieces.object_bytes),
+                ObjectSpec(signature, pieces.object_bytes),
                 [outcomes[at] is Put.STORED for at in there],
             )
         if lost:
@@ -235,18 +232,13 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         keys, objects = task
         loaded: Rows = []
         lost: Counter[str] = Counter()
-        try:
-            for rows, signature, pieces in self._batches(keys, objects):
-                digests = keys_of_objects([keys[row] for row in rows])
-                left_s = max(deadline_s - time.monotonic(), 0.0)
+        for rows, signature, pieces in self._batches(keys, objects):
+            digests = keys_of_objects([keys[row] for row in rows])
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            with stopped():  # LMCache uses the memory again as soon as the load has ended.
                 outcomes = self._store.get(digests, signature, pieces, left_s)
-                loaded += [row for row, one in zip(rows, outcomes, strict=True) if one is Got.RIGHT]
-                lost.update(one.value for one in outcomes if one is not Got.RIGHT)
-        except te.FenceTimeout as exc:
-            # LMCache would use the memory again if it were told that the load has ended.
-            self._stuck = f"a read into LMCache's memory does not stop: {exc}"
-            logger.exception("a load is never reported as ended, since its memory is not safe")
-            return None
+            loaded += [row for row, one in zip(rows, outcomes, strict=True) if one is Got.RIGHT]
+            lost.update(one.value for one in outcomes if one is not Got.RIGHT)
         if lost:
             logger.warning("of %d objects some were not loaded: %s", len(keys), dict(lost))
         if loaded:
@@ -306,9 +298,9 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         now = self._store.status()
         usable = self._store.lenders
         return {
-            "is_healthy": bool(usable) and not self._stuck,
+            "is_healthy": bool(usable),
             "type": type(self).__name__,
-            "reason": self._stuck or ("" if usable else "no process lends memory to the store"),
+            "reason": "" if usable else "no process lends memory to the store",
             "memory_bytes": self._memory_bytes,
             "usable_owners": usable,
             "known_objects": len(self._store),

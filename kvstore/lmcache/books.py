@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvstore.lmcache.accounts import Account, Accounts, Form
+from kvstore.lmcache.accounts import Account, Accounts, ObjectSpec
 from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Removed
 from kvstore.store import Store
@@ -43,13 +43,13 @@ class Books:
         self._lock = threading.RLock()
         self._accounts = Accounts()
 
-    def forms(self, keys: Sequence[Any]) -> dict[Any, Form]:
-        """As what objects were stored here."""
+    def specs(self, keys: Sequence[Any]) -> dict[Any, ObjectSpec]:
+        """What objects were stored here with."""
         with self._lock:
-            return {key: one.form for key, one in self._accounts.of(keys).items()}
+            return {key: one.spec for key, one in self._accounts.of(keys).items()}
 
     def add(
-        self, keys: Sequence[Any], digests: Keys, form: Form, is_written: Sequence[bool]
+        self, keys: Sequence[Any], digests: Keys, spec: ObjectSpec, is_written: Sequence[bool]
     ) -> None:
         """These objects are in the store.
 
@@ -61,13 +61,13 @@ class Books:
         again: dict[Any, Account] = {}
         with self._lock:
             for key, digest, written in zip(keys, digests, is_written, strict=True):
-                before = self._accounts.add(key, digest.tobytes(), form, now_s)
+                before = self._accounts.add(key, digest.tobytes(), spec, now_s)
                 if before is not None and written:  # The store had evicted it.
                     again[key] = before
                 if before is None or written:
                     told.append(key)
-            self._tell(self._gone, {key: one.form.nbytes for key, one in again.items()})
-            self._tell(self._stored, dict.fromkeys(told, form.nbytes))
+            self._tell(self._gone, {key: one.spec.nbytes for key, one in again.items()})
+            self._tell(self._stored, dict.fromkeys(told, spec.nbytes))
         self.see(2 * len(told) + SEEN_BESIDE)
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -81,10 +81,10 @@ class Books:
                 len(keys),
             )
         removed: dict[Any, Account] = {}
-        for form, some in _by_form(known).items():
+        for spec, some in _by_spec(known).items():
             digests = _digests(some)
             # An owner that has not answered may have kept some: they are seen to be gone later.
-            if Removed.UNREACHABLE not in self._store.remove(digests, form.signature):
+            if Removed.UNREACHABLE not in self._store.remove(digests, spec.signature):
                 removed |= some
         self._drop(removed)
 
@@ -93,8 +93,8 @@ class Books:
         with self._lock:
             some = self._accounts.next_to_see(count, time.monotonic() - SETTLED_S)
         gone: dict[Any, Account] = {}
-        for form, part in _by_form(some).items():
-            held = self._store.remembered(_digests(part), form.signature, form.nbytes)
+        for spec, part in _by_spec(some).items():
+            held = self._store.remembered(_digests(part), spec.signature, spec.nbytes)
             gone |= {key: part[key] for key, is_here in zip(part, held, strict=True) if not is_here}
         self._drop(gone)
 
@@ -112,17 +112,17 @@ class Books:
         if gone:
             with self._lock:
                 dropped = self._accounts.drop(gone)
-                self._tell(self._gone, {key: one.form.nbytes for key, one in dropped.items()})
+                self._tell(self._gone, {key: one.spec.nbytes for key, one in dropped.items()})
 
     def _tell(self, told: Told, sizes: Mapping[Any, int]) -> None:
         if sizes:
             told(list(sizes), list(sizes.values()))
 
 
-def _by_form(accounts: Mapping[Any, Account]) -> dict[Form, dict[Any, Account]]:
-    found: dict[Form, dict[Any, Account]] = {}
+def _by_spec(accounts: Mapping[Any, Account]) -> dict[ObjectSpec, dict[Any, Account]]:
+    found: dict[ObjectSpec, dict[Any, Account]] = {}
     for key, one in accounts.items():
-        found.setdefault(one.form, {})[key] = one
+        found.setdefault(one.spec, {})[key] = one
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from lmcache.lmcache_native import Bitmap
 
-from kvstore.lmcache.accounts import Form
+from kvstore.lmcache.accounts import ObjectSpec
 from kvstore.lmcache.locks import Locks
 from kvstore.lmcache.names import Layout, keys_of_objects, rows_by, signature_of
 from kvstore.lmcache.tasks import Lane
@@ -40,15 +40,15 @@ class LookUps:
         self,
         store: Store,
         weights: str,
-        forms: Callable[[Sequence[Any]], Mapping[Any, Form]],
+        specs: Callable[[Sequence[Any]], Mapping[Any, ObjectSpec]],
         numbers: itertools.count[int],
     ) -> None:
         """
         Args:
-            forms: as what this process has stored objects.
+            specs: what this process has stored objects with.
             numbers: of tasks.
         """
-        self._store, self._weights, self._forms = store, weights, forms
+        self._store, self._weights, self._specs = store, weights, specs
         self._numbers = numbers
         self._lock = threading.Lock()
         self._locks = Locks(LOCKS_MAX)
@@ -115,10 +115,10 @@ class LookUps:
             said = layouts.get(group)
             if said is None or not said.shapes:
                 hits = np.asarray(rows)[self._store.known(digests[rows])].tolist()
-                forms = self._forms([keys[row] for row in hits])
+                specs = self._specs([keys[row] for row in hits])
                 for row in hits:
-                    form = forms.get(keys[row])
-                    found.setdefault(b"" if form is None else form.signature, []).append(row)
+                    spec = specs.get(keys[row])
+                    found.setdefault(b"" if spec is None else spec.signature, []).append(row)
             else:
                 layout = Layout.of(said.shapes, said.dtypes)
                 signature = signature_of(self._weights, layout)

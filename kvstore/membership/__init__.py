@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the owners of a host, or of several, are."""
+"""Where the owners of several hosts are."""

@@ -13,7 +13,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -104,13 +103,10 @@ class Members:
         """For ``Sockets``."""
         return self._keys.control
 
-    def listen_at(self, _name: str) -> str:
+    @property
+    def listen_at(self) -> str:
         """Where an owner shall listen: at any free port."""
         return f"tcp://{self._host}:*"
-
-    def near_at(self, _name: str) -> Path | None:
-        """Nowhere: that somebody is on the same host proves nothing."""
-        return None
 
     def announce(self, name: str, endpoint: str) -> None:
         """From now on this process's owner is in the list; ``name`` is its engine's id."""

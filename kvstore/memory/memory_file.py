@@ -70,6 +70,6 @@ class MemoryFile:
         return cls(writable, nbytes, name, True)
 
     def close(self) -> None:
-        """Others can get it no more; idempotent for nobody. The buffer stays as long as somebody
-        refers to it."""
+        """Others can get it no more; to be called once. The buffer stays as long as somebody refers
+        to it."""
         os.close(self.readable_fd)

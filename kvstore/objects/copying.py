@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstore import _bytes
 from kvstore.objects.changes import Records
 from kvstore.objects.pieces import U64, Pieces
-from kvstore.threads import Threads
+from kvstore.threads import NoThread, Threads
 
 __all__ = ["Codes", "Copier", "Foreign", "gather"]
 
@@ -125,7 +125,11 @@ class Copier:
             work(slice(0, count))
             return
         theirs = slice(count // 2, count)
-        helped = self._helper.submit(work, theirs)
+        try:
+            helped = self._helper.submit(work, theirs)
+        except NoThread:
+            work(slice(0, count))
+            return
         try:
             work(slice(0, count // 2))
         finally:  # Nothing is copied any more when this returns.

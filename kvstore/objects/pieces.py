@@ -87,6 +87,13 @@ class Pieces:
         count = _bytes.lay(array, 0, slots, offset, self.addresses, self.nbytes, to_slots)
         return te.Blocks(array[:count])
 
+    def blocks_and_one(self, slots: U64, source: int, to: int, nbytes: int) -> te.Blocks:
+        """The copies of these pieces into slots, and behind them one of other bytes."""
+        array = np.empty(self.addresses.size + 1, te.BLOCK)
+        count = _bytes.lay(array, 0, slots, 0, self.addresses, self.nbytes, True)
+        array[count] = source, to, nbytes
+        return te.Blocks(array[: count + 1])
+
     def blocks_and(self, slots: U64, others: Pieces, starts: U64) -> te.Blocks:
         """The copies out of slots into these pieces, and behind them of what begins at ``starts``
         into other pieces."""

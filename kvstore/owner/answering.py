@@ -11,15 +11,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kvstore.objects.changes import KEY_BYTES
-from kvstore.owner.answers import stored
 from kvstore.owner.fetching import Fetching
 from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
@@ -45,8 +43,10 @@ __all__ = ["Answerer"]
 
 logger = logging.getLogger(__name__)
 
-LINES_MAX: Final = 256
-"""Connections of all clients; those of more are closed, and they ask over ZeroMQ."""
+LINES_MAX: Final = 1024
+"""Connections of all clients, of which each has up to four."""
+REFUSED_MAX: Final = 64
+"""So many more are told that there are too many; those of more are closed."""
 GREETING_TIMEOUT_S: Final = 5.0
 _SEND_TIMEOUT: Final = struct.pack("ll", 5, 0)  # struct timeval: 5 s
 """A client that does not read its answer for so long is left alone."""
@@ -62,8 +62,8 @@ class Answerer:
         owner: Owner,
         path: Path,
         answer: Callable[[Question], Answer | None],
-        shared: Sequence[int] = (),
-        take: Callable[[Take, int], Answer] | None = None,
+        table_fd: int,
+        take: Callable[[Take, int], Answer],
     ) -> None:
         """Listens; ``OSError`` if it cannot.
 
@@ -72,13 +72,13 @@ class Answerer:
             path: of the socket.
             answer: to all questions but ``Take``. Is called in many threads. None: to a question
                 that is not answered.
-            shared: descriptors that clients get before that of the memory.
-            take: to ``Take``, with the address of the tray; without it, the owner takes them.
+            table_fd: the descriptor of the table, which clients get before that of the memory.
+            take: to ``Take``, with the address of the tray.
         """
         self._owner = owner
         self._answer = answer
-        self._take = partial(_taken, owner) if take is None else take
-        self._shared = list(shared)
+        self._take = take
+        self._table_fd = table_fd
         self._path = path
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
@@ -131,7 +131,7 @@ class Answerer:
                 threading.Event().wait(0.1)  # Such as for a descriptor.
                 continue
             with self._lock:
-                if self._closing or len(self._lines) >= LINES_MAX:
+                if self._closing or len(self._lines) >= LINES_MAX + REFUSED_MAX:
                     line.close()
                     continue
                 thread = threading.Thread(
@@ -162,15 +162,14 @@ class Answerer:
             line.close()
 
     def _serve(self, line: socket.socket) -> None:
-        if self._shared:
-            check_user(line)
+        check_user(line)
         greeted = self._greet(line)
         if greeted is None:
             return
         hello, tray, client = greeted
         memory = self._owner.shared
         with contextlib.closing(Fetching(self._owner, tray, client)) as fetching:
-            shared = [*self._shared, *([] if memory is None else [memory])]
+            shared = [self._table_fd, *([] if memory is None else [memory])]
             socket.send_fds(line, [encode(hello)], shared)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             self._answer_all(line, tray, fetching)
@@ -200,7 +199,9 @@ class Answerer:
             if not raw:
                 return None
             greet = decode_question(raw)
-            reply = self._answer(greet)
+            with self._lock:
+                is_full = len(self._lines) > LINES_MAX
+            reply = _too_many() if is_full else self._answer(greet)
             if not isinstance(reply, Hello) or not isinstance(greet, Greet) or not fds:
                 line.send(encode(reply if isinstance(reply, Refused) else Refused("greet first")))
                 return None
@@ -210,7 +211,7 @@ class Answerer:
                     f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES + NONCE_NBYTES} are needed"
                 )
             client: Reached | str | None = None
-            if self._shared and reply.lends and greet.tray_address:
+            if reply.lends:
                 client = reached(line, fds[0], tray, greet.tray_address)
         finally:
             for one in fds:
@@ -246,5 +247,5 @@ class Answerer:
             return None, Refused(str(exc))
 
 
-def _taken(owner: Owner, question: Take, address: int) -> Answer:
-    return stored(owner, question.keys, question.signature, question.nbytes, address)
+def _too_many() -> Refused:
+    return Refused(f"it cannot be called by more: {LINES_MAX} connections of this host are open")

@@ -11,7 +11,7 @@ import numpy as np
 import te
 from kvstore.objects.changes import KEY_BYTES, Keys
 from kvstore.objects.pieces import Pieces
-from kvstore.owner.claims import CLAIM_IS_OVER, Content, Held
+from kvstore.owner.claims import CLAIM_IS_OVER, Content, Grant, Held
 from kvstore.owner.owner import Owner
 from kvstore.protocol.messages import (
     VERSION,
@@ -36,6 +36,8 @@ from kvstore.protocol.messages import (
     Question,
     Refused,
     Remove,
+    Reserve,
+    Reserved,
     Sizes,
     SizesOf,
     Snapshot,
@@ -46,12 +48,12 @@ from kvstore.protocol.messages import (
 )
 from kvstore.rules.tiered_table import Promoted
 
-__all__ = ["answer", "is_slow", "keys_of", "promoted", "published", "stored"]
+__all__ = ["answer", "content_of", "in_row", "is_slow", "keys_of", "promoted", "published"]
 
 
 def is_slow(question: Question) -> bool:
     """Whether the answer waits for a tier, or looks at all objects. That to ``Publish`` waits for a
-    fence, too, where it is not made by ``Owner.begin_publishing``."""
+    fence, too, where it is not made by ``Storing.begin_publishing``."""
     return isinstance(question, Clear | Remove | Promote)
 
 
@@ -71,7 +73,9 @@ def _answer(owner: Owner, question: Question) -> Answer:
             number, found = owner.snapshot(first, chunks)
             return Changes(owner.card.epoch, number, found.tobytes())
         case Claim(keys, signature, nbytes, writer_id, epoch):
-            grant = owner.claim(keys_of(keys), signature, nbytes, te.Identity(writer_id, epoch))
+            grant = owner.storing.claim(
+                keys_of(keys), signature, nbytes, te.Identity(writer_id, epoch)
+            )
             return Granted(
                 grant.claim_id,
                 grant.tag,
@@ -83,18 +87,18 @@ def _answer(owner: Owner, question: Question) -> Answer:
                 raise ValueError(
                     f"{len(data)} bytes are not {len(keys) // KEY_BYTES} objects of {nbytes}"
                 )
-            held = np.frombuffer(data, np.uint8)
-            taken = stored(owner, keys, signature, nbytes, held.ctypes.data)
-            owner.tell()
-            return taken
+            return _stored(owner, question)
         case Publish(claim_id):
-            begun = owner.begin_publishing(claim_id)
+            begun = owner.storing.begin_publishing(claim_id)
             if begun is None:
                 return Published(CLAIM_IS_OVER)
             begun.wait()
             return published(owner, begun, question)
+        case Reserve(count, nbytes, writer_id, epoch):
+            writer = te.Identity(writer_id, epoch)
+            return Reserved(_ahead(owner, owner.storing.reserve(writer, nbytes, count)))
         case Abandon(claim_id):
-            owner.abandon(claim_id)
+            owner.storing.abandon(claim_id)
         case Clear(signature):
             return Gone(owner.clear(signature))
         case Remove(keys, signature):
@@ -116,35 +120,46 @@ def _answer(owner: Owner, question: Question) -> Answer:
     return Done()
 
 
-def stored(owner: Owner, keys: bytes, signature: bytes, nbytes: int, address: int) -> Stored:
-    """Has the owner take objects that lie one behind the other in this process's memory; it has to
-    ``tell`` then."""
-    names = keys_of(keys)
-    addresses = address + np.arange(len(names), dtype=np.uint64) * np.uint64(nbytes)
-    verdicts = owner.take(names, signature, Pieces.whole(addresses, nbytes))
-    return Stored([one.value for one in verdicts], _placed(owner, names, signature, nbytes))
+def _stored(owner: Owner, question: Store) -> Stored:
+    keys, held = keys_of(question.keys), np.frombuffer(question.data, np.uint8)
+    pieces = in_row(held.ctypes.data, len(keys), question.nbytes)
+    verdicts = owner.storing.take(keys, question.signature, pieces)
+    placed = _placed(owner, keys, question.signature, question.nbytes)
+    owner.tell()
+    return Stored([one.value for one in verdicts], placed)
+
+
+def in_row(address: int, count: int, nbytes: int) -> Pieces:
+    """Objects that lie one behind the other."""
+    starts = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
+    return Pieces.whole(starts, nbytes)
+
+
+def content_of(question: Publish) -> Content:
+    """What it says of the objects."""
+    whole = len(question.checksums) // 8 * 8
+    checksums = np.frombuffer(question.checksums[:whole], "<u8")
+    return Content(checksums, keys_of(question.keys), question.signature)
 
 
 def published(owner: Owner, held: Held, question: Publish) -> Published:
     """See ``Owner.end_publishing``."""
-    whole = len(question.checksums) // 8 * 8
-    checksums = np.frombuffer(question.checksums[:whole], "<u8")
-    named = Content(checksums, keys_of(question.keys), question.signature)
-    why_not, claim = owner.end_publishing(held, named)
+    why_not, claim = owner.storing.end_publishing(held, content_of(question))
     if why_not:
         return Published(why_not)
     keys = keys_of(b"".join(claim.keys))
     placed = _placed(owner, keys, claim.signature, claim.nbytes)
     verdicts = [] if held.claim.keys else [one.value for one in claim.verdicts]
-    return Published("", placed, verdicts, _ahead(owner, held, question.ahead))
+    grant = owner.storing.claim_ahead(held, question.ahead)
+    return Published("", placed, verdicts, _ahead(owner, grant))
 
 
-def _ahead(owner: Owner, held: Held, count: int) -> Ahead | None:
-    grant = owner.claim_ahead(held, count)
+def _ahead(owner: Owner, grant: Grant | None) -> Ahead | None:
     if grant is None:
         return None
     slots = np.array(grant.slots, "<u4").tobytes()
-    return Ahead(grant.claim_id, grant.tag, slots, int(owner.claim_timeout_s * 1000))
+    ms = int(owner.claim_timeout_s * 1000)
+    return Ahead(grant.claim_id, grant.tag, slots, ms, grant.label)
 
 
 def _placed(owner: Owner, keys: Keys, signature: bytes, nbytes: int) -> Placed:

@@ -26,7 +26,7 @@ __all__ = [
     "Content",
     "Grant",
     "Held",
-    "Opened",
+    "OpenTag",
 ]
 
 CLAIM_OBJECTS_MAX: Final = 4096
@@ -50,13 +50,18 @@ class Grant:
     verdicts: Sequence[Verdict]
     #: Of the granted ones, in order.
     slots: Sequence[int]
+    #: Where the write may have a label (``kvstore.objects.labels``); 0: nowhere.
+    label: int = 0
 
 
-class Opened(NamedTuple):
+class OpenTag(NamedTuple):
     """Of a claim."""
 
     tag: int
     writer: te.Identity
+    #: The room for a label; 0: none.
+    label: int
+    is_ahead: bool
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,21 @@ class Held:
     #: When its tag was closed, by the owner's clock, and whether the log has it that this takes
     #: long.
     closed_s: float
+    opened: OpenTag
     is_told: bool = False
+    #: Whether what has come with a label is stored, though its client has not said that it is to
+    #: be: it was told by te that all has landed.
+    is_kept: bool = False
 
     def is_closed(self) -> bool:
         """Whether nothing can land there. Does not wait."""
         return self.fence is None or self.fence.poll()
+
+    @property
+    def came_whole(self) -> bool:
+        """Behind its end: whether one write has landed. It may have done so after ``arrived`` was
+        looked at."""
+        return self.fence is not None and self.fence.poll() and self.fence.wait(0.0) == 1
 
     def wait(self, timeout_s: float = math.inf) -> None:
         """Until it is, or for ``FENCE_TIMEOUT_S`` at most."""

@@ -54,7 +54,9 @@ class Fetching:
             return Refused(f"the pieces are not of {question.nbytes} bytes together")
         try:
             pieces = Pieces(told[:-1], told[-1])
-            claim, sums = self._owner.fetch(client.foreign, keys, question.signature, pieces)
+            claim, sums = self._owner.storing.fetch(
+                client.foreign, keys, question.signature, pieces
+            )
         except OSError as exc:
             return Unread(str(exc.strerror))
         except ValueError as exc:
@@ -72,14 +74,14 @@ class Fetching:
         held, self._held = self._held, None
         if held is None:
             return Refused("nothing was fetched")
-        self._owner.keep(*held)
+        self._owner.storing.keep(*held)
         return Done()
 
     def drop(self) -> None:
         """It is not stored."""
         held, self._held = self._held, None
         if held is not None:
-            self._owner.drop(held[0])
+            self._owner.storing.drop(held[0])
 
     def close(self) -> None:
         """The connection has ended."""

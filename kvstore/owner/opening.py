@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier below an owner's memory that its settings name."""
+"""The lower tier that the settings of an owner name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.tiers.objects import Objects
 from kvstore.tiers.stacked import Stacked
 from kvstore.tiers.tombstones import Tombstones
 
-__all__ = ["Opened", "open_tier"]
+__all__ = ["OpenedTier", "open_tier"]
 
 REQUEST_TIMEOUT_S: Final = 10.0
 """Of a request to an object store; it moves up to 16 MiB."""
@@ -27,7 +27,7 @@ TOMBSTONES: Final = "removed"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedTier:
     """A tier."""
 
     #: What the log calls it.
@@ -38,7 +38,7 @@ class Opened:
     stones: Tombstones | ObjectTombstones
 
 
-def open_tier(config: Config, object_bytes_max: int) -> Opened | None:
+def open_tier(config: Config, object_bytes_max: int) -> OpenedTier | None:
     """None if there is none. Raises what ``SegmentFiles``, ``Tombstones``, ``open_bucket`` and
     ``Objects`` raise."""
     disk = _open_disk(config, object_bytes_max)
@@ -49,13 +49,13 @@ def open_tier(config: Config, object_bytes_max: int) -> Opened | None:
             disk.close()
         raise
     if disk is None or config.disk is None:
-        return None if objects is None else Opened(config.objects, objects, objects.tombstones)
+        return None if objects is None else OpenedTier(config.objects, objects, objects.tombstones)
     tier: Tier = disk
     label = str(config.disk)
     if objects is not None:
         tier, label = Stacked(disk, objects), f"{label} and {config.objects}"
     try:
-        return Opened(label, tier, Tombstones(config.disk / TOMBSTONES))
+        return OpenedTier(label, tier, Tombstones(config.disk / TOMBSTONES))
     except BaseException:
         tier.close()
         raise

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a process lends to the store, and what lies in it.
-
-A put has two phases. A client *claims* slots: the owner opens a tag for them that this client alone
-may write under. When the client says that its write has ended, the owner fences the tag, compares
-what arrived with what was claimed, computes checksums and *publishes* the objects. A client that
-vanishes in between costs its slots until the claim's deadline.
-"""
+"""The memory that a process lends to the store, and what lies in it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -34,28 +25,18 @@ from kvstore.memory.populating import Populating
 from kvstore.memory.slab import UNIT_BYTES, Slab
 from kvstore.memory.slab_file import SlabFile
 from kvstore.objects.changes import Keys, Records
-from kvstore.objects.copying import Copier, Foreign
+from kvstore.objects.copying import Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
 from kvstore.objects.outcomes import Pinned
-from kvstore.objects.pieces import U64, Pieces
+from kvstore.objects.pieces import Pieces
 from kvstore.owner.card import OwnerCard, OwnerStats
-from kvstore.owner.claims import (
-    CLAIM_IS_OVER,
-    CLAIM_OBJECTS_MAX,
-    FENCE_TIMEOUT_S,
-    NO_CONTENT,
-    AheadClaims,
-    Content,
-    Grant,
-    Held,
-    Opened,
-)
+from kvstore.owner.labelling import LabelRooms
 from kvstore.owner.opening import open_tier
 from kvstore.owner.removed import Removed
+from kvstore.owner.storing import Storing
 from kvstore.owner.tiering import Tiering
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Claim, Verdict
 from kvstore.rules.removals import Removals
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found, Tier, Usage
@@ -146,12 +127,24 @@ class Owner:
             self._tiering = self._open_tier()
             if self._tiering is not None:
                 undo.callback(self._tiering.close, 0.0)
+            self._labels = LabelRooms(engine)
+            undo.callback(self._labels.close)
             self.region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
-        self._tags: dict[int, Opened] = {}
-        self._aheads = AheadClaims(config.memory)
-        self._unfenced: list[Held] = []
         self._removals = Removals()
+        self.storing: Final = Storing(
+            engine,
+            config,
+            self._table,
+            self._lock,
+            self._copier,
+            self._slots_address,
+            self._removals,
+            self._labels,
+            # Not ``self.tell``: a closed owner gives back its memory at once.
+            partial(_call, self.listeners, self.announcers),
+            clock,
+        )
         self.card: Final = OwnerCard(
             engine.card(),
             engine.epoch,
@@ -201,13 +194,17 @@ class Owner:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
         under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
         written to the lower tier, unless a file keeps it."""
+        self.storing.close()
         self.listeners.clear()
         self.announcers.clear()
         if self._populating is not None:
             self._populating.close()
         self._copier.close()
         try:
-            self._engine.deregister(self.region)
+            try:
+                self._labels.close()
+            finally:
+                self._engine.deregister(self.region)
         finally:
             if self._tiering is not None:
                 self._tiering.close(DRAIN_S if self._file is None else 0.0)
@@ -225,184 +222,6 @@ class Owner:
     def claim_timeout_s(self) -> float:
         """``Config.claim_timeout_s``."""
         return self._config.claim_timeout_s
-
-    # -- putting
-
-    def claim(self, keys: Keys, signature: bytes, nbytes: int, writer: te.Identity) -> Grant:
-        """Slots for objects of one signature and size, which ``writer`` alone may write to until
-        ``publish`` or ``abandon``, or until the claim's deadline. ``ValueError`` for more than
-        ``CLAIM_OBJECTS_MAX`` keys or a size below 1."""
-        if len(keys) > CLAIM_OBJECTS_MAX or nbytes < 1:
-            raise ValueError(
-                f"{len(keys)} objects of {nbytes} bytes in one claim: give at most"
-                f" {CLAIM_OBJECTS_MAX} of at least 1 byte"
-            )
-        deadline_s = self._clock() + self._config.claim_timeout_s
-        with self._lock:
-            claim = self._table.claim(keys, signature, nbytes, deadline_s)
-            if not claim.slots:
-                return Grant(0, 0, claim.verdicts, ())
-            return self._open(claim, writer)
-
-    def claim_ahead(self, held: Held, count: int) -> Grant | None:
-        """Slots for so many more objects of a size that a client has just stored; it names them
-        when they are published (``Content``). They are its own for as long as those of a claim.
-        None if it has some already, if they are too many bytes, or memory is scarce."""
-        nbytes, writer = held.claim.nbytes, held.writer
-        deadline_s = self._clock() + self._config.claim_timeout_s
-        with self._lock:
-            if not self._aheads.may_have(writer, count * nbytes):
-                return None
-            claim = self._table.claim_ahead(count, nbytes, deadline_s)
-            if claim is None:
-                return None
-            self._aheads.begin(writer, count * nbytes)
-            return self._open(claim, writer)
-
-    def _open(self, claim: Claim, writer: te.Identity) -> Grant:
-        """With the lock."""
-        tag = te.new_tag()
-        self._tags[claim.id] = Opened(tag, writer)
-        addresses = self._addresses(claim)
-        ranges = np.stack([addresses, np.full(len(addresses), claim.nbytes, np.uint64)], axis=1)
-        self._engine.expect(tag, writer, ranges)
-        return Grant(claim.id, tag, claim.verdicts, claim.slots)
-
-    def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
-        """Stores objects of one signature and size that lie in this process's memory, which the
-        processor can read. Those that are granted can be read now; who calls has to ``tell``."""
-        claim, checksums = self.fill(keys, signature, pieces)
-        if claim.slots:
-            self.keep(claim, checksums)
-        return claim.verdicts
-
-    def fill(self, keys: Keys, signature: bytes, pieces: Pieces) -> tuple[Claim, U64]:
-        """As ``take``, but nobody can read them yet: if there are slots, ``keep`` or ``drop`` has
-        to follow."""
-        return self._filled(keys, signature, pieces, self._copier.take)
-
-    def fetch(
-        self, foreign: Foreign, keys: Keys, signature: bytes, pieces: Pieces
-    ) -> tuple[Claim, U64]:
-        """As ``fill``, out of another process's memory. ``OSError`` if it cannot be read."""
-        return self._filled(keys, signature, pieces, partial(self._copier.fetch, foreign))
-
-    def _filled(
-        self, keys: Keys, signature: bytes, pieces: Pieces, copy: Callable[[U64, Pieces], U64]
-    ) -> tuple[Claim, U64]:
-        """Slots with objects, and their checksums."""
-        with self._lock:
-            claim = self._table.claim(keys, signature, pieces.object_bytes, self._clock())
-            if not claim.slots:
-                return claim, np.zeros(0, np.uint64)
-            self._table.take_claim(claim.id)  # It has no deadline.
-        try:
-            if len(claim.slots) < len(keys):
-                granted = [one is Verdict.GRANTED for one in claim.verdicts]
-                pieces = pieces.of(np.flatnonzero(granted))
-            return claim, copy(self._addresses(claim), pieces)
-        except BaseException:
-            self.drop(claim)
-            raise
-
-    def keep(self, claim: Claim, checksums: U64) -> None:
-        """What has come to the slots can be read now; who calls has to ``tell``."""
-        with self._lock:
-            self._table.publish(claim, checksums)
-
-    def drop(self, claim: Claim) -> None:
-        """Nothing can come to the slots any more, and they are free."""
-        with self._lock:
-            self._table.abandon(claim)
-
-    def room(self, keys: Keys, signature: bytes, nbytes: int) -> tuple[Claim, Pieces]:
-        """Slots for objects that this process itself reads from somewhere, and where the granted
-        ones lie; ``landed`` has to follow."""
-        with self._lock:
-            claim = self._table.claim(keys, signature, nbytes, self._clock())
-            self._table.take_claim(claim.id)  # It has no deadline, but the time when it began.
-        return claim, Pieces.whole(self._addresses(claim), nbytes)
-
-    def landed(self, claim: Claim, is_right: Sequence[bool]) -> None:
-        """The reads of ``room`` have ended: which of the granted objects are right. These can be
-        read now, but for those that were removed meanwhile; the others' slots are free. Reads all
-        bytes once."""
-        rows = np.flatnonzero(is_right)
-        checksums = np.zeros(len(claim.slots), np.uint64)
-        places = Pieces.whole(self._addresses(claim)[rows], claim.nbytes)
-        checksums[rows] = self._copier.checksums(places)
-        with self._lock:
-            gone = self._removed_lately(claim.keys, claim.signature, claim.deadline_s)
-            chosen = [right and not late for right, late in zip(is_right, gone, strict=True)]
-            if any(chosen):
-                self._table.publish(_part(claim, chosen), checksums[chosen])
-            self._table.abandon(_part(claim, [not one for one in chosen]))
-        self.tell()
-
-    def removed_lately(self, keys: Keys, signature: bytes) -> npt.NDArray[np.bool_]:
-        """Which objects were removed so lately that other owners may have them still. They are not
-        to be read from there: ``landed`` drops them."""
-        with self._lock:
-            names = [one.tobytes() for one in keys]
-            return np.array(self._removed_lately(names, signature, self._clock()), np.bool_)
-
-    def _removed_lately(
-        self, keys: Sequence[bytes], signature: bytes, begun_s: float
-    ) -> Sequence[bool]:
-        """Since a read has begun, or in the time before that for which who removes waits."""
-        since_s = begun_s - self._config.request_timeout_s
-        return [self._removals.has(key + signature, since_s) for key in keys]
-
-    def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
-        """The client says that its one write under the claim's tag is done. Returns an empty text
-        once its objects can be read, else why they were dropped. Waits for the fence,
-        ``FENCE_TIMEOUT_S`` at most, and reads all bytes once for their checksums."""
-        held = self.begin_publishing(claim_id)
-        if held is None:
-            return CLAIM_IS_OVER
-        held.wait(timeout_s)
-        return self.end_publishing(held)[0]
-
-    def begin_publishing(self, claim_id: int) -> Held | None:
-        """``publish`` for who does not wait: closes the claim's tag. To be followed by
-        ``end_publishing`` once ``Held.is_closed``, or when that is not waited for any more. None:
-        ``CLAIM_IS_OVER``."""
-        return self._take(claim_id)
-
-    def end_publishing(self, held: Held, content: Content = NO_CONTENT) -> tuple[str, Claim]:
-        """See ``publish``; also what was published. Waits for no fence; reads all bytes once if the
-        client has told no checksums. Who reads compares them with what it reads: wrong ones cost
-        the object."""
-        claim, is_ahead = held.claim, not held.claim.keys
-        count = len(content.keys) if is_ahead else len(claim.slots)
-        wanted = count * claim.nbytes
-        if not held.is_closed():
-            self._end(held)
-            return "writes under the claim do not end", claim
-        if held.arrived != 1 or held.nbytes != wanted or count > len(claim.slots):
-            self.drop(claim)
-            return (
-                f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}",
-                claim,
-            )
-        sums = content.checksums
-        if len(sums) != count:
-            places = Pieces.whole(self._addresses(claim)[:count], claim.nbytes)
-            sums = self._copier.checksums(places)
-        with self._lock:
-            if is_ahead:
-                claim = self._table.name(claim, content.keys, content.signature)
-                sums = sums[[one is Verdict.GRANTED for one in claim.verdicts]]
-            self._table.publish(claim, sums)
-        self.tell()
-        return "", claim
-
-    def abandon(self, claim_id: int) -> None:
-        """Ends a claim whose client gives up. Does not wait: its slots are free as soon as nothing
-        can land there any more."""
-        held = self._take(claim_id)
-        if held is not None:
-            self._end(held)
 
     # -- what is stored
 
@@ -446,6 +265,7 @@ class Owner:
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Sequence[bool]]:
         """As ``remove``, but does not wait for object storage: nobody finds the objects any more,
         and a restart does not once the future is done."""
+        self.storing.settle()
         with self._lock:
             names = [one.tobytes() + signature for one in keys]
             ledger = self._table.ledger
@@ -463,6 +283,7 @@ class Owner:
 
     def clear_soon(self, signature: bytes) -> Future[int]:
         """As ``remove_soon``."""
+        self.storing.settle()
         with self._lock:
             count = self._table.clear(signature)
             self._removals.add([signature], self._clock())
@@ -502,7 +323,6 @@ class Owner:
         with self._lock:
             self._table.unpin_overdue(now_s)
             evicted = self._table.make_room(self._config.free_low, self._config.free_high)
-            overdue = self._table.overdue(now_s)
         if evicted:
             self.tell()
         if self._tiering is not None:
@@ -510,17 +330,7 @@ class Owner:
         # Object storage follows a disk in its own time: the next start sees whether it has.
         if self._tiering is not None and not (self._config.disk and self._config.objects):
             self._removed.forget(self._tiering)
-        for one in overdue:
-            if one.keys:  # Else it was made ahead, for what has not come.
-                logger.warning(
-                    "a client claimed slots and has written nothing for %g s; they are freed",
-                    self._config.claim_timeout_s,
-                )
-            self.abandon(one.id)
-        with self._lock:
-            waiting, self._unfenced = self._unfenced, []
-        for held in waiting:
-            self._end(held)
+        self.storing.tick()
 
     # -- what others are told
 
@@ -580,59 +390,25 @@ class Owner:
             self._tiering.wake()
 
     def tell(self) -> None:
-        """Has all look for changes. All calls do that that change something, but ``take``."""
+        """Has all look for changes. All calls do that that change something, but those of
+        ``Storing`` that say so."""
         self.tell_here()
         self.tell_others()
 
     def tell_here(self) -> None:
         """Has this process's listeners look for changes."""
-        for listener in tuple(self.listeners):
-            listener()
+        _call(self.listeners)
 
     def tell_others(self) -> None:
         """Has other processes told of changes."""
-        for announcer in tuple(self.announcers):
-            announcer()
-
-    def _take(self, claim_id: int) -> Held | None:
-        """Ends a claim and closes its tag; None if there is none (any more)."""
-        with self._lock:
-            claim = self._table.take_claim(claim_id)
-            if claim is None:
-                return None
-            tag, writer = self._tags.pop(claim_id)
-            if not claim.keys:
-                self._aheads.end(writer)
-        # Before it is closed: te forgets the tag behind its fence.
-        arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
-        return Held(claim, writer, self._engine.revoke(tag), arrived, nbytes, self._clock())
-
-    def _end(self, held: Held) -> None:
-        """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""
-        if held.is_closed():
-            self.drop(held.claim)
-            return
-        open_s = self._clock() - held.closed_s
-        if not held.is_told and open_s > FENCE_TIMEOUT_S:
-            logger.warning(
-                "%d slots cannot be freed yet: a write into them has not ended for %g s",
-                len(held.claim.slots),
-                open_s,
-            )
-            held.is_told = True
-        with self._lock:
-            self._unfenced.append(held)
-
-    def _addresses(self, claim: Claim) -> U64:
-        """Where the slots of a claim begin."""
-        return np.array(claim.slots, np.uint64) * UNIT_BYTES + np.uint64(self._slots_address)
+        _call(self.announcers)
 
     def _checksum(self, slot: int, nbytes: int) -> int:
         place = Pieces.whole([self._slots_address + slot * UNIT_BYTES], nbytes)
         return int(self._copier.checksums(place)[0])
 
 
-def _part(claim: Claim, chosen: Sequence[bool]) -> Claim:
-    """Some of the granted objects of a claim."""
-    keys, slots = list(compress(claim.keys, chosen)), list(compress(claim.slots, chosen))
-    return replace(claim, keys=keys, slots=slots)
+def _call(*listeners: list[Callable[[], None]]) -> None:
+    for some in listeners:
+        for one in tuple(some):
+            one()

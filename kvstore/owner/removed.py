@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from kvstore.owner.tiering import Tiering
-from kvstore.threads import Threads
+from kvstore.threads import NoThread, Threads
 from kvstore.tiers.object_tombstones import ObjectTombstones
 from kvstore.tiers.tombstones import Tombstones
 
@@ -54,7 +55,8 @@ class Removed:
         """Has the result, once it is told. ``waits``: if it is told to object storage, that takes
         its time."""
         if waits and isinstance(self.stones, ObjectTombstones):
-            return self._telling.submit(self._tell, write, result)
+            with contextlib.suppress(NoThread):  # It is told in this one.
+                return self._telling.submit(self._tell, write, result)
         future: Future[Told] = Future()
         future.set_result(self._tell(write, result))
         return future

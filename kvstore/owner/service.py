@@ -61,6 +61,7 @@ class _Slow:
         self.waiting_max: Final = waiting_max
         self._free = threading.BoundedSemaphore(waiting_max)
         self.threads: Final = Threads(2, f"kvstore-{what}")
+        self.threads.begin()
 
     def offer(self, work: Callable[[], object]) -> bool:
         """False if too many wait already."""
@@ -79,8 +80,7 @@ class _Slow:
 class Service:
     """The questions of all clients of one owner, answered in one thread; those that read many bytes
     or look at all objects, in two others; those that wait for a tier, in two more. Nothing waits
-    for a fence there: one thread looks at all of them. What the owner does from time to time has a
-    thread of its own: no publication keeps it from making room."""
+    for a fence there: one thread looks at all of them."""
 
     def __init__(self, owner: Owner, sockets: Sockets, endpoint: str) -> None:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
@@ -90,12 +90,10 @@ class Service:
         self._slow = _Slow("publications", SLOW_MAX)
         self._promotions = _Slow("promotions", PROMOTIONS_MAX)
         self._fencing = Fencing()
-        self._ticks = Threads(1, "kvstore-ticks")
         self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
-        self._ticking = False
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
         self._loop.add(self._socket, self._on_readable)
-        #: None in a directory, which no stranger may enter.
+        #: None at a Unix socket, to which no stranger comes.
         self._unauthenticated: UnauthenticatedConnections | None = None
         where = urlsplit(self.endpoint)
         if where.scheme == "tcp" and where.port:
@@ -113,7 +111,7 @@ class Service:
         self._owner.announcers.remove(self._on_change)
         self._closing = True
         self._fencing.close()  # First: it gives the others work.
-        for threads in (self._slow.threads, self._promotions.threads, self._ticks):
+        for threads in (self._slow.threads, self._promotions.threads):
             threads.shutdown()
         self._loop.stop()
 
@@ -170,7 +168,7 @@ class Service:
     def _publish(self, client: bytes, request_id: bytes, question: Publish) -> Answer | None:
         """In a thread for publications, unless the client has told the checksums. None if the fence
         is still open: what is left is done in such a thread, behind the fence."""
-        held = self._owner.begin_publishing(question.claim_id)
+        held = self._owner.storing.begin_publishing(question.claim_id)
         if held is None:
             return Published(CLAIM_IS_OVER)
 
@@ -205,7 +203,7 @@ class Service:
         try:
             is_taken = slow.offer(partial(self._run, client, request_id, work))
         except RuntimeError:
-            self._closing = True  # As in `_on_time`.
+            self._closing = True  # Its threads were ended between the two.
             return Refused("the owner is being closed")
         if not is_taken:
             return Refused(f"{slow.waiting_max} {slow.what} wait already; ask for less at once")
@@ -243,17 +241,3 @@ class Service:
             self._strangers_s = now_s + STRANGERS_S
             self._unauthenticated.tick()
         self._tell_followers()
-        if not self._ticking and not self._closing:
-            self._ticking = True
-            try:
-                self._ticks.submit(self._tick)
-            except RuntimeError:
-                self._closing = True  # Its threads were ended between the two.
-
-    def _tick(self) -> None:
-        try:
-            self._owner.tick()
-        except Exception:
-            logger.exception("a bug in the store: the owner's tick raised")
-        finally:
-            self._ticking = False

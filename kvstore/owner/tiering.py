@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries an owner's objects between its memory and the lower tier: down in a thread of its own, up
-in some others, for which whoever wants them waits."""
+"""Carries an owner's objects between its memory and the lower tier: demotes in a thread of its own,
+promotes in some others, for which whoever wants the objects waits."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class Tiering:
         self._is_writing = False
         #: Reads under way. A device that hangs keeps its slots, and no caller beyond his deadline.
         self._reads = 0
-        self._readers = Threads(READS_MAX, "kvstore-up")
-        self._thread = threading.Thread(target=self._run, name="kvstore-down", daemon=True)
+        self._readers = Threads(READS_MAX, "kvstore-promote")
+        self._readers.begin()
+        self._thread = threading.Thread(target=self._run, name="kvstore-demote", daemon=True)
         self._thread.start()
 
     def usage(self) -> Usage:
@@ -97,7 +98,7 @@ class Tiering:
         self._readers.shutdown()
         self._tier.close()
 
-    # -- up
+    # -- promoting
 
     def promote(
         self, names: Sequence[bytes], nbytes: int, bytes_max: int, deadline_s: float
@@ -161,7 +162,7 @@ class Tiering:
         start = self._table.slab.slot_offset(slot)
         return self._memory[start : start + -(-nbytes // UNIT_BYTES) * UNIT_BYTES]
 
-    # -- down
+    # -- demoting
 
     def _run(self) -> None:
         while True:

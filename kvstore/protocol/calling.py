@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an owner of the same host over a Unix socket, and reads the memory that it lends without
-asking.
+"""Asks the owner of the host over a Unix socket, and reads the memory that it has without asking.
 
 Each connection has a *tray*: memory that the client writes objects to, and the owner takes them
 from. An owner has a thread for each connection. So a question costs two changes of threads, and a
@@ -46,6 +45,9 @@ __all__ = ["Caller", "Line", "Window"]
 
 LINES_MAX: Final = 4
 """Connections to one owner, each for one thread at a time."""
+SLOW_MAX: Final = LINES_MAX - 1
+"""Of them, for questions that the owner may have to ask other hosts or object storage for: puts on
+this host do not wait for those."""
 TELL_TIMEOUT_S: Final = 0.5
 """So long what is told waits for a line: under steady load each one is handed on, and none is ever
 idle."""
@@ -78,12 +80,12 @@ class Line:
         path: str,
         name: str,
         timeout_s: float,
+        map_table: Callable[[int], object],
         tray_bytes: int = TRAY_BYTES,
-        map_table: Callable[[int], object] | None = None,
     ) -> None:
         """Connects and greets; ``NoAnswer``. ``map_table``: gets the descriptor of the owner's
-        table, which the owner of a host sends first; that one may read this process's memory, if
-        the system lets it (``Hello.reads``)."""
+        table. The owner may read this process's memory, if the system lets it
+        (``Hello.reads``)."""
         self._name = name
         #: How many questions it has had, with those that were not sent whole.
         self.asked = 0
@@ -98,10 +100,9 @@ class Line:
         try:
             self._wait_until(until_s)
             self._socket.connect(path)
-            if map_table is not None:
-                check_user(self._socket)
+            check_user(self._socket)
             self.tray, fd = Mapped.make(tray_bytes + NONCE_NBYTES)
-            greet = Greet(VERSION, 0 if map_table is None else self.tray.address)
+            greet = Greet(VERSION, self.tray.address)
             try:
                 socket.send_fds(self._socket, [encode(greet)], [fd])
             finally:
@@ -112,11 +113,10 @@ class Line:
             )
             try:
                 hello = self.hello = self._greeted(raw)
-                if map_table is not None:
-                    if not fds:
-                        raise ValueError("it has sent no table")
-                    map_table(fds[0])
-                self.window: Final = _window(hello, fds[1:] if map_table is not None else fds)
+                if not fds:
+                    raise ValueError("it has sent no table")
+                map_table(fds[0])
+                self.window: Final = _window(hello, fds[1:])
             finally:
                 for one in fds:
                     os.close(one)
@@ -186,7 +186,8 @@ class Line:
 class _Turn:
     """Of a thread that waits for a line."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow: Final = is_slow
         self.came: Final = threading.Event()
         #: Behind that: the line that was given back to it; None: it may make one.
         self.line: Line | None = None
@@ -201,27 +202,21 @@ class Caller:
         self,
         path: str,
         name: str,
-        engine: bytes | None,
         timeout_s: float,
-        map_table: Callable[[int], object] | None = None,
+        map_table: Callable[[int], object],
     ) -> None:
-        """Connects. ``NoAnswer``, also if the owner has another engine than this one of its card:
-        what this process knows is of another start of it. ``map_table``: see ``Line``; who has it
-        has no other way to the owner, and waits for a line."""
+        """Connects. ``NoAnswer``. ``map_table``: see ``Line``."""
         self._path = path
         self._name = name
         self._lock = threading.Lock()
-        self._waits = map_table is not None
         #: First come, first served: a line that is given back goes to the first of them, and not to
         #: the thread that asks again at once.
         self._turns: deque[_Turn] = deque()
-        self._map_table: Callable[[int], object] | None = None if map_table is None else _known
+        #: Lines with a slow question.
+        self._slow = 0
         self._is_closed = False
         self._origin = Origin()
-        line = Line(path, name, timeout_s, map_table=map_table)
-        if engine is not None and line.hello.engine != engine:
-            line.close()
-            raise NoAnswer(f"owner {name} has been started anew")
+        line = Line(path, name, timeout_s, map_table)
         self.hello: Final = line.hello
         self.window: Final = line.window
         self._idle = [line]
@@ -233,34 +228,18 @@ class Caller:
         """Whether it is worth calling; False after an owner has not answered."""
         return not self._is_closed
 
-    def ask(self, question: Question, timeout_s: float) -> Answer | None:
-        """The answer; None if other threads have all lines. ``NoAnswer``."""
+    def ask(self, question: Question, timeout_s: float) -> Answer:
+        """The answer. ``NoAnswer``."""
         until_s = time.monotonic() + timeout_s
         with self.line(timeout_s) as line:
-            return None if line is None else self.answer(line, question, until_s)
-
-    def ask_with_tray(
-        self,
-        fill: Callable[[int], None],
-        question: Question,
-        timeout_s: float,
-        nbytes: int = TRAY_BYTES,
-    ) -> Answer | None:
-        """As ``ask``; ``fill`` writes so many bytes to the tray before, and gets its address."""
-        until_s = time.monotonic() + timeout_s
-        with self.line(timeout_s, nbytes) as line:
-            if line is None:
-                return None
-            fill(line.tray.address)
             return self.answer(line, question, until_s)
 
     def tell(self, questions: Iterable[Question]) -> None:
         """Asks what is not answered, and is left out if the owner cannot hear it now. Waits for a
         line, ``TELL_TIMEOUT_S`` at most."""
         with contextlib.suppress(NoAnswer, OSError), self.line(TELL_TIMEOUT_S) as line:
-            if line is not None:
-                for one in questions:
-                    line.tell(one)
+            for one in questions:
+                line.tell(one)
 
     def close(self) -> None:
         """Ends the lines that nobody uses at the moment; the others end with their use."""
@@ -287,76 +266,85 @@ class Caller:
         return answer
 
     @contextmanager
-    def line(self, timeout_s: float, nbytes: int = 0) -> Iterator[Line | None]:
+    def line(self, timeout_s: float, nbytes: int = 0, *, is_slow: bool = False) -> Iterator[Line]:
         """For one question after another, with a tray for so many bytes; it is ended by what is
-        raised behind a question. None: all are in use."""
+        raised behind a question. Waits until one is free. ``is_slow``: see ``SLOW_MAX``."""
         until_s = time.monotonic() + timeout_s
-        line, is_new = self._take(timeout_s)
+        line = self._take(timeout_s, is_slow)
         asked = -1
         try:
             if line is not None and line.tray_bytes < nbytes:
                 line.close()
-                line, is_new = None, True
-            if is_new:
+                line = None
+            if line is None:
                 tray = max(TRAY_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
                 left_s = until_s - time.monotonic()
-                line = Line(self._path, self._name, left_s, tray, self._map_table)
-            if line is not None:
-                asked = line.asked
+                line = Line(self._path, self._name, left_s, _known, tray)
+            asked = line.asked
             yield line
         except BaseException:
             if line is not None and line.asked != asked:
                 line.close()  # Whatever it still answers is not waited for.
-                line, is_new = None, True
-            if line is not None or is_new:
-                self._give_back(line)
+                line = None
+            self._give_back(line, is_slow)
             raise
-        if line is not None:
-            self._give_back(line)
+        self._give_back(line, is_slow)
 
-    def _give_back(self, line: Line | None) -> None:
+    def _may_go(self, is_slow: bool) -> bool:
+        return not is_slow or self._slow < SLOW_MAX
+
+    def _give_back(self, line: Line | None, is_slow: bool) -> None:
         """None: there is a line less."""
         with self._lock:
-            if self._turns:
-                turn = self._turns.popleft()
+            self._slow -= is_slow
+            turn = next((one for one in self._turns if self._may_go(one.is_slow)), None)
+            if turn is not None:
+                self._turns.remove(turn)
+                self._slow += turn.is_slow
                 turn.line = line
                 turn.came.set()
                 return
             if line is None:
                 self._lines -= 1
                 return
-            if not self._is_closed:
+            # They stay for as long as the process: one large tray is enough for one thread.
+            is_spare = line.tray_bytes > TRAY_BYTES and any(
+                one.tray_bytes > TRAY_BYTES for one in self._idle
+            )
+            if is_spare:
+                self._lines -= 1
+            elif not self._is_closed:
                 self._idle.append(line)
                 return
         line.close()
 
-    def _take(self, timeout_s: float) -> tuple[Line | None, bool]:
-        """A line, or whether there may be a new one."""
+    def _take(self, timeout_s: float, is_slow: bool) -> Line | None:
+        """A line; None if there may be a new one."""
         if not self._origin.is_here:
             raise NoAnswer(f"the connections to owner {self._name} are another process's")
         with self._lock:
             if self._is_closed:
                 raise NoAnswer(f"the connections to owner {self._name} were ended")
-            if self._idle:  # Nobody waits then.
-                return self._idle.pop(), False
-            if self._lines < LINES_MAX:
+            # Nobody waits then who may go.
+            if self._may_go(is_slow) and (self._idle or self._lines < LINES_MAX):
+                self._slow += is_slow
+                if self._idle:
+                    return self._idle.pop()
                 self._lines += 1
-                return None, True
-            if not self._waits:
-                return None, False
-            turn = _Turn()
+                return None
+            turn = _Turn(is_slow)
             self._turns.append(turn)
         try:
             turn.came.wait(timeout_s)
         except BaseException:
             if not self._ends(turn):
-                self._give_back(turn.line)
+                self._give_back(turn.line, is_slow)
             raise
         if self._ends(turn):
             raise NoAnswer(f"owner {self._name} was not asked: others ask it all the time")
         if turn.line is None and self._is_closed:
             raise NoAnswer(f"the connections to owner {self._name} were ended")
-        return turn.line, turn.line is None
+        return turn.line
 
     def _ends(self, turn: _Turn) -> bool:
         """Whether a turn had not come; it does not come any more."""

@@ -12,11 +12,11 @@ from kvstore.rules.pins import PIN_S_MAX
 
 __all__ = [
     "CALL_BYTES_MAX",
-    "PROMOTE_MS_MAX",
     "REQUEST_ID",
     "STORED_BYTES_MAX",
     "TRAY_BYTES",
     "VERSION",
+    "WAIT_MS_MAX",
     "Abandon",
     "Ahead",
     "Answer",
@@ -37,6 +37,9 @@ __all__ = [
     "Hello",
     "InMemory",
     "Keep",
+    "Lender",
+    "Lenders",
+    "LendersAre",
     "Pin",
     "Pins",
     "Placed",
@@ -45,7 +48,10 @@ __all__ = [
     "Published",
     "Question",
     "Refused",
+    "Relay",
     "Remove",
+    "Reserve",
+    "Reserved",
     "Sizes",
     "SizesOf",
     "Snapshot",
@@ -62,23 +68,22 @@ __all__ = [
     "split",
 ]
 
-VERSION: Final = 11
+VERSION: Final = 14
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
 socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
-PROMOTE_MS_MAX: Final = 60_000
+WAIT_MS_MAX: Final = 60_000
 COPIES_MAX: Final = 8
 
 CALL_BYTES_MAX: Final = 128 << 10
 """Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
 NO_TURN: Final = 0
 TRAY_BYTES: Final = 2 << 20
-"""The memory that a client and an owner of one host share for objects on their way to the owner, or
-more if one object needs it. Between processes that both lend memory, larger batches are claimed and
-written: copying them twice would take longer than two questions."""
+"""The memory that a client and the owner of its host share for objects on their way to the owner,
+or more if one object needs it."""
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -144,6 +149,9 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
     keys: Keys
     signature: Signature
+    #: Of each. A host's owner is told it, and tells the owners of other hosts of theirs; 0: not
+    #: said.
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -175,16 +183,18 @@ class Promote(msgspec.Struct, frozen=True, array_like=True, tag=11):
     keys: Keys
     signature: Signature
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=PROMOTE_MS_MAX)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)]
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """These objects, one behind the other in the tray, please. Answered by ``Stored``. It has no
-    meaning but on the connection that the tray came by."""
+    """These objects, one behind the other in the tray, please. Answered by ``Stored``; an owner
+    that lends nothing stores them at other hosts, and answers after so many milliseconds at the
+    latest. It has no meaning but on the connection that the tray came by."""
 
     keys: Keys
     signature: Signature
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)]
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -250,6 +260,36 @@ class Figures(msgspec.Struct, frozen=True, array_like=True, tag=20):
     asker: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
+class Lenders(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Where do the owners of other hosts have their memory? From this number on, please, those that
+    the owner can use itself. Answered by ``LendersAre``. Only a host's owner knows it."""
+
+    first: Number
+
+
+class Relay(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Ask the owner of another host this (``Claim``, ``Reserve``, ``Publish`` or ``Abandon``),
+    please, for this process, which writes there itself. Answered by what that one answers. Only a
+    host's owner knows it."""
+
+    #: In the table of who is asked, and its engine's id: numbers are given anew.
+    number: Number
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    question: Annotated[bytes, msgspec.Meta(max_length=CALL_BYTES_MAX)]
+    #: Of each object that is published.
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+
+
+class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """Slots for so many objects of this size that are named when they are published, please.
+    Answered by ``Reserved``. What this client had before is not used any more."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=KEYS_BYTES_MAX // 16)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    writer_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    writer_epoch: Number
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -304,10 +344,11 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """One ``object_table.Verdict`` for each object; those that are granted are stored."""
+    """One ``object_table.Verdict`` for each object; those that are granted are stored. ``placed``:
+    for who follows the owner."""
 
     verdicts: list[str]
-    placed: Placed
+    placed: Placed | None = None
 
 
 class Ahead(msgspec.Struct, frozen=True, array_like=True):
@@ -320,6 +361,8 @@ class Ahead(msgspec.Struct, frozen=True, array_like=True):
     #: As u32, little-endian.
     slots: bytes
     ms: Number
+    #: Where the write may have a label (``objects.labels``); 0: nowhere.
+    label: Number = 0
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -331,6 +374,12 @@ class Published(msgspec.Struct, frozen=True, array_like=True, tag=9):
     placed: Placed | None = None
     verdicts: list[str] = []
     ahead: Ahead | None = None
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """The slots; None if there are none to spare."""
+
+    ahead: Ahead | None
 
 
 class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -384,6 +433,28 @@ class FiguresOf(msgspec.Struct, frozen=True, array_like=True, tag=14):
     turn: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Lender(msgspec.Struct, frozen=True, array_like=True):
+    """What a process needs to read from the owner of another host by te (``owner.OwnerCard``), and
+    to choose among several where it stores (``client.placement``)."""
+
+    #: In the table of who is asked.
+    number: Number
+    engine: Annotated[bytes, msgspec.Meta(max_length=CALL_BYTES_MAX)]
+    headers_address: Number
+    slots_address: Number
+    #: Its engine's id, its host, and how many bytes it lends.
+    name: str
+    host: str
+    nbytes: Number
+
+
+class LendersAre(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Some of them, and the number to ask from for more; 0: that is all."""
+
+    lenders: list[Lender]
+    next: Number
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
@@ -411,6 +482,9 @@ Question = (
     | Fetch
     | Keep
     | Figures
+    | Lenders
+    | Relay
+    | Reserve
 )
 Answer = (
     Hello
@@ -427,6 +501,8 @@ Answer = (
     | Fetched
     | Unread
     | FiguresOf
+    | LendersAre
+    | Reserved
 )
 
 Message = TypeVar("Message")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeroMQ sockets between owners and clients: in plain within a directory that nobody else may
-enter, else encrypted, for holders of the deployment's secret alone (CURVE, RFC 26)."""
+"""ZeroMQ sockets between owners: encrypted, for holders of the deployment's secret alone (CURVE,
+RFC 26); without keys, in plain."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class Where(NamedTuple):
     endpoint: str
     #: The deployment's key that the owner proves; empty: none, and nothing is encrypted.
     key: bytes = b""
-    #: The path of the Unix socket for processes of the same host; empty: there is none.
-    near: str = ""
 
 
 class Sockets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which objects of an owner lie below its memory, or are on their way down or up. Pure."""
+"""Which objects of an owner lie in its lower tier, or are being demoted or promoted. Pure."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Ledger:
         there is no tier."""
         self.counts: Final = LedgerCounts()
         self.has_tier: Final = demoting_bytes_max > 0
-        #: By name: those on their way down.
+        #: By name: those being demoted.
         self.demoting: Final[dict[bytes, Demoting]] = {}
-        #: By name: those on their way up, and the slots that they come to.
+        #: By name: those being promoted, and the slots that they come to.
         self.promoting: Final[dict[bytes, int]] = {}
         self._demoting_bytes_max = demoting_bytes_max
         self._demoting_bytes = 0
@@ -103,7 +103,7 @@ class Ledger:
         """The tier is to forget it for good."""
         self._unwanted.append(name)
 
-    # -- on the way down
+    # -- demoting
 
     def is_held(self, slot: int) -> bool:
         """Whether the slot is read at the moment, to be written to the lower tier."""

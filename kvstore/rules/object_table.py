@@ -3,8 +3,8 @@
 the headers' array and its own tables, and knows no clock, no te and no lock.
 
 A slot is *free*, *claimed* by somebody who writes it, or *live*: its object may be read. An object
-is evicted by marking its header; only after that can the slot be claimed again. If there is a tier
-below, an object that has no copy there is written there first (``kvstore.rules.ledger``).
+is evicted by marking its header; only after that can the slot be claimed again. If there is a
+lower tier, an object that has no copy there is written there first (``kvstore.rules.ledger``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import compress
 from typing import Final, NamedTuple
@@ -82,6 +82,13 @@ class Claim:
     #: Of the granted ones, in order; none of a claim ahead.
     keys: Sequence[bytes]
     slots: Sequence[int]
+    #: See ``ObjectTable.claim``.
+    brings: bool = False
+
+    def part(self, chosen: Sequence[bool]) -> Claim:
+        """With some of the granted objects."""
+        keys, slots = list(compress(self.keys, chosen)), list(compress(self.slots, chosen))
+        return replace(self, keys=keys, slots=slots)
 
 
 @dataclass
@@ -117,6 +124,8 @@ class ObjectTable:
         self._policies: dict[int, Keeping] = {}
         self._claims: dict[int, Claim] = {}
         self._claimed: set[bytes] = set()
+        #: Of claims that bring objects from elsewhere.
+        self._brought: set[bytes] = set()
         #: By class: objects that found no slot since the last ``make_room``.
         self._starved: Counter[int] = Counter()
         #: By class: objects that had to go for others since chunks were compared the last time.
@@ -171,9 +180,18 @@ class ObjectTable:
 
     # -- storing
 
-    def claim(self, keys: Keys, signature: bytes, nbytes: int, deadline_s: float) -> Claim:
+    def claim(
+        self,
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        deadline_s: float,
+        *,
+        brings: bool = False,
+    ) -> Claim:
         """Slots for objects of one signature and size. No slot is taken for a key that is stored
-        or claimed already."""
+        or claimed already. ``brings``: the objects are read from elsewhere, which may fail, so that
+        whoever stores one meanwhile has a slot all the same."""
         units = self.slab.serving(class_of(nbytes))
         verdicts: list[Verdict] = []
         granted: list[bytes] = []
@@ -183,20 +201,22 @@ class ObjectTable:
             name = raw[start : start + KEY_BYTES] + signature
             slot = None
             verdict = self._verdict(name, nbytes)
+            if brings and name in self._brought and verdict is Verdict.GRANTED:
+                verdict = Verdict.BEING_STORED
             if verdict is Verdict.GRANTED:
                 slot = self.slab.take(units)
                 if slot is None:
                     verdict = Verdict.NO_SPACE
                     self._starved[units] += 1
             if slot is not None:
-                self._claimed.add(name)
+                (self._brought if brings else self._claimed).add(name)
                 granted.append(name[: -len(signature)])
                 slots.append(slot)
             verdicts.append(verdict)
         self._count(verdicts)
         # Nobody guesses it: whoever names a claim may end it.
         claim_id = secrets.randbits(ID_BITS) | 1
-        claim = Claim(claim_id, signature, nbytes, deadline_s, verdicts, granted, slots)
+        claim = Claim(claim_id, signature, nbytes, deadline_s, verdicts, granted, slots, brings)
         if slots:
             self._claims[claim.id] = claim
         return claim
@@ -246,18 +266,37 @@ class ObjectTable:
 
     def publish(self, claim: Claim, checksums: npt.ArrayLike) -> None:
         """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
-        their slots any more."""
-        self._claimed.difference_update(key + claim.signature for key in claim.keys)
+        their slots any more. Those that were brought, and that somebody has stored meanwhile or is
+        storing, are left out."""
+        self._ended(claim)
+        if claim.brings:
+            verdicts = [self._verdict(key + claim.signature, claim.nbytes) for key in claim.keys]
+            chosen = [one is Verdict.GRANTED for one in verdicts]
+            self.abandon(claim.part([not one for one in chosen]))
+            claim, checksums = claim.part(chosen), np.asarray(checksums, np.uint64)[chosen]
         if claim.slots:
             self._fill(claim.keys, claim.signature, claim.nbytes, claim.slots, checksums)
         self.counts.published += len(claim.slots)
 
+    def publish_some(
+        self, claim: Claim, checksums: npt.NDArray[np.uint64], chosen: Sequence[bool]
+    ) -> None:
+        """``publish`` for the chosen ones of a claim's granted objects, ``abandon`` for the
+        others."""
+        if any(chosen):
+            self.publish(claim.part(chosen), checksums[np.asarray(chosen)])
+        self.abandon(claim.part([not one for one in chosen]))
+
     def abandon(self, claim: Claim) -> None:
         """Frees the slots of a claim. Nobody can write to them any more."""
-        self._claimed.difference_update(key + claim.signature for key in claim.keys)
+        self._ended(claim)
         for slot in claim.slots:
             self.slab.give_back(slot)
         self.counts.abandoned += len(claim.keys)
+
+    def _ended(self, claim: Claim) -> None:
+        names = self._brought if claim.brings else self._claimed
+        names.difference_update(key + claim.signature for key in claim.keys)
 
     # -- what happens to stored objects
 
@@ -526,7 +565,7 @@ class ObjectTable:
         slots = [one.slot for one in objects]
         self._headers["state"][slots] = 0  # Before anybody can claim the slots.
         for slot in slots:
-            if not self.ledger.is_held(slot):  # Else who writes it below gives it back.
+            if not self.ledger.is_held(slot):  # Else whoever demotes it gives it back.
                 self.slab.give_back(slot)
         changes = _changes(
             gone,
@@ -535,9 +574,9 @@ class ObjectTable:
             [one.generation for one in objects],
             REMOVED,
         )
-        below = np.array([name in self.ledger for name in gone], np.bool_)
-        changes["slot"][below], changes["generation"][below] = LOWER_TIER, 0
-        changes["op"][below] = ADDED
+        lower = np.array([name in self.ledger for name in gone], np.bool_)
+        changes["slot"][lower], changes["generation"][lower] = LOWER_TIER, 0
+        changes["op"][lower] = ADDED
         self._log.append(changes)
         return gone
 

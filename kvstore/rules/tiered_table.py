@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table above a tier: what becomes of objects on their way down and up. Pure, as the table is."""
+"""A table above a tier: what becomes of objects that are demoted and promoted. Pure, as the table
+is."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ class TieredTable(PinnedTable):
             self._log.append(lower_tier_changes(alone))
         return len(fitting)
 
-    # -- down
+    # -- demoting
 
     def content_of(self, slot: int) -> tuple[int, int]:
         """Size and checksum of the object that lies in a slot, or lay there until it was removed
@@ -123,7 +124,7 @@ class TieredTable(PinnedTable):
         if alone:
             self._log.append(lower_tier_changes(alone, REMOVED))
 
-    # -- up
+    # -- promoting
 
     def promote(self, names: Sequence[bytes], nbytes: int) -> list[Promoted]:
         """Slots for objects of one size that lie in the lower tier. For each that is ``TAKEN``,

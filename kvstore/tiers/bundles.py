@@ -119,11 +119,11 @@ class Bundles:
     # -- writing
 
     def make_room(self, nbytes: int) -> list[bytes]:
-        """Dooms bundles, so that one of so many bytes fits once they are deleted. Returns the names
-        of the objects that are gone with them."""
+        """Marks bundles for deletion, so that one of so many bytes fits once they are deleted.
+        Returns the names of the objects that are gone with them."""
         gone: list[bytes] = []
         wanted = self.capacity - nbytes
-        # Doomed bundles count as room here: else they would push out others while they wait.
+        # Bundles to delete count as room here: else they would push out others while they wait.
         while wanted >= 0 and self._bundle_bytes + self._reserved_bytes > wanted:
             victim = self._policy.evict()
             if victim is None:

@@ -10,6 +10,7 @@ under such a signature.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -42,12 +43,14 @@ class Names:
 
 
 class Tombstones:
-    """Of one directory. Not thread-safe."""
+    """Of one directory. ``remove`` and ``clear`` are thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file, or makes it. Raises ``OSError``."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd: Final = os.open(path, flags, 0o600)
+        self._lock: Final = threading.Lock()
+        self._cut()
         self.is_empty = os.fstat(self._fd).st_size == 0
 
     def close(self) -> None:
@@ -59,8 +62,15 @@ class Tombstones:
         raw = b"".join(names)
         if raw:
             self.is_empty = False
-            if os.write(self._fd, raw) != len(raw):
-                raise OSError("the disk is full")
+            with self._lock:
+                if os.write(self._fd, raw) != len(raw):
+                    self._cut()
+                    raise OSError("the disk is full")
+
+    def _cut(self) -> None:
+        """Removes a part of a name at the end, behind which no name could be read any more."""
+        nbytes = os.fstat(self._fd).st_size
+        os.ftruncate(self._fd, nbytes - nbytes % NAME_BYTES)
 
     def clear(self, signature: bytes) -> None:
         """All objects of a signature are not. Raises ``OSError``."""

@@ -28,8 +28,9 @@ __all__ = ["DESCRIPTION", "add_arguments", "run", "table"]
 DESCRIPTION: Final = (
     "Puts and gets objects of three sizes, alone and in batches, and asks for the existence of"
     " 1,000: here, and with the peers that are installed. The client and the memory are in two"
-    " processes of this host; with 'ours tcp', which needs Redis, a third one is between them, as"
-    " the owner of the client's host. GB are 10^9 bytes."
+    " processes of this host; with 'ours tcp', which needs Redis, objects are put on one host, lie"
+    " on another and are got on a third one: as many owners, each a process here. GB are 10^9"
+    " bytes."
 )
 #: (bytes, objects in a call)
 SHAPES: Final = ((4096, 1), (4096, 32), (1 << 20, 1), (1 << 20, 32), (16 << 20, 1), (16 << 20, 8))

@@ -41,6 +41,9 @@ __all__ = ["CONTENDERS", "Absent", "Contender", "Objects", "await_end", "names_o
 START_TIMEOUT_S: Final = 30.0
 HOST: Final = "127.0.0.1"
 FAR_HOST: Final = "127.0.0.2"
+GETTING_HOST: Final = "127.0.0.3"
+MOONCAKES: Final = CHECKOUT / "build/peers/mooncake"
+"""Where ``scripts/setup peer mooncake`` puts it: the project's environment must not have it."""
 
 
 class Absent(Exception):
@@ -155,11 +158,15 @@ class Ours(Contender):
 
     def use(self, config: Config) -> None:
         """A client with these settings; the owner ends behind it."""
-        self.undo.callback(await_end, config.directory)
-        self._store = self.undo.enter_context(Store(config))
+        self._store = self._getting = self.client(config)
         self._signature = Signature(
             weights="bench", dtype="-", page_size=1, layers=(0, 0), heads=(0, 0), layout="bench/1"
         ).digest
+
+    def client(self, config: Config) -> Store:
+        """One with these settings, until the contender is closed; its owner ends behind it."""
+        self.undo.callback(await_end, config.directory)
+        return self.undo.enter_context(Store(config))
 
     def put(self, objects: Objects) -> int:
         """See ``Contender``."""
@@ -169,13 +176,13 @@ class Ours(Contender):
 
     def get(self, objects: Objects) -> int:
         """See ``Contender``."""
-        return self._store.get(keys_of(objects.names), self._signature, _pieces(objects)).count(
+        return self._getting.get(keys_of(objects.names), self._signature, _pieces(objects)).count(
             Got.RIGHT
         )
 
     def exists(self, names: Sequence[str]) -> int:
         """See ``Contender``."""
-        return int(self._store.exists(keys_of(names), self._signature, self.size).sum())
+        return int(self._getting.exists(keys_of(names), self._signature, self.size).sum())
 
     def remove(self, names: Sequence[str]) -> None:
         """See ``Contender``."""
@@ -183,7 +190,9 @@ class Ours(Contender):
 
 
 class OursTcp(Ours):
-    """A host that lends no memory, and another one that does, over TCP. They meet at Redis."""
+    """Two hosts that lend no memory, of which one puts and the other gets, and one that lends, over
+    TCP. They meet at Redis. What is put has passed the memory of its host, and would be got from
+    there."""
 
     name: ClassVar = "ours tcp"
 
@@ -197,11 +206,17 @@ class OursTcp(Ours):
         command = [sys.executable, "-m", "kvstore", "serve", f"--memory={lent}", *where]
         self.start(command, "kvstore: lends", PYTHONPATH=_path())
         engine = te.Config(transports=("tcp",), status_dir=None)
-        here = {"directory": str(self.folder / "s"), "linger_s": 0.0, "host": HOST}
-        here |= {"index": index, "secret_file": str(secret)}
-        self.use(replace(Config.of(here), engine=engine))
-        self._store.register(memory)
-        _await(lambda: self._store.lenders, "the other host's owner was not found")
+        of_all = {"linger_s": 0.0, "index": index, "secret_file": str(secret)}
+        puts = Config.of(of_all | {"directory": str(self.folder / "s"), "host": HOST})
+        gets = Config.of(of_all | {"directory": str(self.folder / "g"), "host": GETTING_HOST})
+        self.use(replace(puts, engine=engine))
+        self._getting = self.client(replace(gets, engine=engine))
+        for one in (self._store, self._getting):
+            one.register(memory)
+        _await(
+            lambda: self._store.lenders and self._getting.lenders,
+            "no owner of another host is found",
+        )
 
 
 class Mooncake(Contender):
@@ -213,13 +228,16 @@ class Mooncake(Contender):
     def open(self, memory: npt.NDArray[np.uint8], lent: int) -> None:
         """See ``Contender``."""
         os.environ.update(self.ENVIRONMENT)  # Mooncake reads them when it starts.
-        master = shutil.which("mooncake_master") or Path(sys.executable).with_name(
-            "mooncake_master"
-        )
+        if importlib.util.find_spec("mooncake") is None:
+            sys.path.append(str(MOONCAKES))
         try:
             module: Any = importlib.import_module("mooncake.store")
         except ImportError as error:
-            raise Absent(f"mooncake.store cannot be imported: {error}") from error
+            raise Absent(
+                f"mooncake.store cannot be imported ({error}): scripts/setup peer mooncake"
+                " installs it"
+            ) from error
+        master = Path(module.__file__).with_name("mooncake_master")
         port = _free_port()
         self.start([str(master), f"--rpc_port={port}", f"--metrics_port={_free_port()}"])
         _await_port(port)
@@ -329,7 +347,8 @@ def _free_port() -> int:
 
 
 def _path() -> str:
-    return os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    more = filter(None, [os.environ.get("PYTHONPATH"), str(MOONCAKES)])
+    return os.pathsep.join([str(CHECKOUT), *more])
 
 
 def _await_port(port: int) -> None:

@@ -71,7 +71,9 @@ def measure(
         demoted = _own(store).demoted
         seconds = time.perf_counter() - begun_s
         found["put, and written to the disk"] = [demoted * nbytes / 1e9 / seconds]
-        for keys in fillers:  # What lies in memory has a copy below then, and goes without a write.
+        for (
+            keys
+        ) in fillers:  # What lies in memory is on the disk, too, then, and goes without a write.
             _get(store, keys, room)
         _await_quiet(store)
         for keys in batches:

@@ -29,6 +29,7 @@ from cpu_serving.store_figures import SlowRank, figures_in, total, watched
 from cpu_serving.store_status import statuses
 from cpu_serving.traffic import Request, make_requests, send_all
 
+from kvstore.client.status import StoreStatus
 from kvstore.serving import LABEL
 from soak_run.clients import Clients
 from soak_run.probe import BEGUN, Spec
@@ -79,18 +80,31 @@ class Place:
         found = [one for one in statuses(self.status) if os.getpgid(one.pid) == group]
         return min((sum(owner.usable for owner in one.owners) for one in found), default=0)
 
+    def started(self) -> list[StoreStatus]:
+        """The owners that servers have started, as they are now: there is one, or none."""
+        return [one for one in statuses(self.status) if one.label == LABEL]
+
+    def started_owner(self) -> tuple[int, int]:
+        """Of the owner that the servers have started: its process, and its objects. Raises
+        ServingError if there is none."""
+        found: list[tuple[int, int]] = []
+
+        def is_there() -> bool:
+            found[:] = [(one.pid, one.own.objects) for one in self.started() if one.own is not None]
+            return bool(found)
+
+        until(is_there, "there is an owner that a server has started")
+        return found[0]
+
     def other_hosts(self) -> int:
         """How many owners of other hosts can be used, as an owner knows them that a server has
         started; 0 without one."""
-        found = [one for one in statuses(self.status) if one.label == LABEL]
-        return min((sum(owner.usable for owner in one.owners) for one in found), default=0)
+        usable = (sum(owner.usable for owner in one.owners) for one in self.started())
+        return min(usable, default=0)
 
     def wait_for_end(self) -> None:
         """Of the owners that servers have started. Raises ServingError."""
-        until(
-            lambda: all(one.label != LABEL for one in statuses(self.status)),
-            "the owner that a server has started has ended",
-        )
+        until(lambda: not self.started(), "the owner that a server has started has ended")
 
     def objects(self) -> int:
         """Of all owners that have a status socket here."""
@@ -253,18 +267,20 @@ class Bench:
             _check_alive(server)
             time.sleep(min(left_s, POLL_S))
 
-    def wait_for_loads(self, server: Server, place: Place) -> None:
-        """Until pages came out of the store, under load. A server that has no time to ask for a
-        prompt twice within the seconds of a scenario loads nothing. Raises ServingError."""
-        until(lambda: _pages(server, place), "pages came out of the store")
+    def wait_for_loads(self, server: Server, place: Place, before: int = 0) -> None:
+        """Until pages came out of the store, under load, beside those before. A server that has no
+        time to ask for a prompt twice within the seconds of a scenario loads nothing. Raises
+        ServingError."""
+        until(lambda: _pages(server, place) > before, "pages came out of the store")
 
     @contextmanager
     def probe(
-        self, settings: dict[str, Any], transports: tuple[str, ...]
+        self, settings: dict[str, Any], transports: tuple[str, ...], status: Path | None = None
     ) -> Iterator[list[Probed]]:
-        """A client of the store beside the servers; what it has seen is in the list afterwards."""
+        """A client of the store beside the servers; what it has seen is in the list afterwards.
+        ``status``: where status sockets are, if its own counts."""
         name = self._label("probe")
-        spec = Spec(settings, transports, timeout_s=1.0)
+        spec = Spec(settings, transports, timeout_s=1.0, status_dir=status and str(status))
         argv = ["soak_run.probe", msgspec.json.encode(spec).decode()]
         process = self._process(name, argv, base_environment())
         until(lambda: BEGUN in _said(process), f"the {name} has stored its objects")

@@ -23,7 +23,6 @@ from store_redis import redis_server
 from ttft_bench.network import DEVICE, FAR, NEAR, Network
 
 from bootstrap_server.admission.secret_file import write_secret_file
-from kvstore.serving import LABEL
 from soak_run.bench import Bench, Place, Tally, until
 from soak_run.results import Row, Span
 
@@ -108,8 +107,7 @@ def _puts(place: Place) -> int:
 
 
 def _heard(place: Place) -> bool:
-    started = [one for one in statuses(place.status) if one.label == LABEL]
-    return any(owner.objects for one in started for owner in one.owners)
+    return any(owner.objects for one in place.started() for owner in one.owners)
 
 
 def _shut(network: Network, port: int) -> None:

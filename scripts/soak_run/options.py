@@ -21,6 +21,7 @@ SCENARIOS: Final[Mapping[str, str]] = {
     "slow-rank": "of two TP ranks one is slow, and drops what it has no time to store",
     "frozen": "the owner of the server's host stands still, and goes on",
     "frozen-tcp": "the same with six owners of other hosts, which are read over TCP",
+    "owner-dies": "the owner that two servers of a host share is killed, each 20 s",
     "firewall": "of an owner's two ports a firewall lets one through, then the other one",
     "kills": "a prefill server is killed while 50 rooms wait for it, each 15 s, twice at least",
     "strangers": "many attack all ports of a prefill and a decode server, and of an owner",

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -37,11 +38,13 @@ PAUSE_S: Final = 0.05
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """settings: of ``kvstore.Config``. timeout_s: of each put, load and get."""
+    """settings: of ``kvstore.Config``. timeout_s: of each put, load and get. status_dir: of the
+    engines' status sockets, also of an owner that it has to start."""
 
     settings: dict[str, Any]
     transports: tuple[str, ...]
     timeout_s: float
+    status_dir: str | None = None
 
 
 class Probe:
@@ -128,7 +131,10 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     engine = te.Config(
-        status_dir=None, transports=spec.transports, connect_timeout_s=2.0, stall_timeout_s=1.0
+        status_dir=Path(spec.status_dir) if spec.status_dir else None,
+        transports=spec.transports,
+        connect_timeout_s=2.0,
+        stall_timeout_s=1.0,
     )
     config = replace(Config.of(spec.settings), engine=engine)
     with Store(config) as store:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,9 @@ UPDATE_EVERY_S: Final = 8.0
 UPDATE_TIMEOUT_S: Final = 60.0
 HOSTS: Final = 6
 STILL_S: Final = 6.0
+KILL_OWNER_EVERY_S: Final = 20.0
+KEPT_MIN: Final = 0.9
+"""Of its objects: what was being stored when an owner died is lost."""
 SLOW: Final = SlowRank(rank=1, offload_s=1.0, load_s=0.02, wait_max_s=0.5)
 """Whose server need not be fast for more to come than the rank can store: of two requests that end
 within half a second one is dropped."""
@@ -214,12 +219,50 @@ def _frozen(
     return bench.row(name, place, tally, seen[0], notes)
 
 
+def owner_dies(bench: Bench, seconds: float) -> Row:
+    """SIGKILL to the owner that the two servers of a host share, under load, again and again. The
+    next one takes over what it had, and the servers load on."""
+    place, model = bench.place("owner-dies"), make_model("llama")
+    known = [{"": one} for one in bench.known(model)]
+    options = bench.options(place, model, "64MiB")
+    servers = [bench.start(options, f"owner-dies-{number}") for number in (1, 2)]
+    tally, kept, faults = Tally(), list[float](), list[str]()
+    with ExitStack() as stack:
+        settings, transports = {"directory": str(place.directory)}, ("samehost", "tcp")
+        seen = stack.enter_context(bench.probe(settings, transports, place.status))
+        clients = [stack.enter_context(bench.clients(one)) for one in servers]
+        bench.wait_for_loads(servers[0], place)
+        begun_s = time.monotonic()
+        while (left_s := seconds - (time.monotonic() - begun_s)) > 0:
+            before, objects = place.started_owner()
+            os.kill(before, signal.SIGKILL)
+            until(lambda: place.started_owner()[0] != before, "there is another owner")  # noqa: B023
+            kept.append(place.started_owner()[1] / objects)
+            until(lambda: min(map(place.usable_owners, servers)), "both servers use it")
+            pages = total(figures_in(place.figures)).pages
+            bench.wait(servers[0], min(KILL_OWNER_EVERY_S, left_s))
+            bench.wait_for_loads(servers[1], place, pages)
+        tally.seconds = time.monotonic() - begun_s
+    for server, asking in zip(servers, clients, strict=True):
+        server.stop()
+        tally.add(asking.asked, known, [Span("", 0.0)])
+    if min(kept) < KEPT_MIN:
+        faults.append(f"the next owner had {min(kept):.0%} of what the last one had")
+    loads = total(figures_in(place.figures))
+    notes = [
+        f"killed {len(kept)} times; the next owner had {min(kept):.0%} of its objects at least",
+        f"{loads.loads} loads came, {loads.failed_loads} did not",
+    ]
+    return bench.row("owner-dies", place, tally, seen[0], notes, faults=faults)
+
+
 RUNNERS: Final[Mapping[str, Callable[[Bench, float], Row]]] = {
     "lora": lora,
     "update": update,
     "slow-rank": slow_rank,
     "frozen": frozen,
     "frozen-tcp": frozen_tcp,
+    "owner-dies": owner_dies,
     "firewall": firewall,
     "kills": kills,
     "strangers": strangers,

@@ -9,21 +9,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from store_below import MEMORY
 from store_far import Far
 from store_host import end_all
+from store_lower_tier import MEMORY
 from store_makers import TIMEOUT_S, config, engine
 from store_meeting import owning
+from store_redis import meeting
 
-from kvstore.host import lease
+from kvstore.host import far_puts, lease
 from kvstore.membership import members
-from kvstore.owner import answering, claims, fencing, service
+from kvstore.owner import answering, claims, fencing, service, storing, ticking
 from kvstore.owner import owner as owner_module
+from kvstore.owning import OwningStore
 from kvstore.protocol import loop
 from kvstore.store import Store
 from te import engine as te_engine
+from te import status
+from te.transports.samehost import reach
 
 MIB = 1 << 20
 
@@ -34,15 +39,20 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     set itself."""
     for call in (Store.get, Store.put):
         monkeypatch.setattr(call, "__defaults__", (TIMEOUT_S,))
-    for module in (answering, fencing, loop, lease, te_engine):
+    for module in (answering, fencing, loop, lease, te_engine, ticking):
         monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", TIMEOUT_S)
-    for waiting in (claims, owner_module, service):
+    monkeypatch.setattr(status.ask, "__defaults__", (None, TIMEOUT_S))
+    monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(reach, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    for waiting in (claims, service, storing):
         monkeypatch.setattr(waiting, "FENCE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(owner_module, "DRAIN_S", TIMEOUT_S)
     monkeypatch.setattr(lease, "JOIN_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(members, "TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(members, "FORGOTTEN_S", 600)
+    for name in ("SETTLE_S", "NEXT_S"):
+        monkeypatch.setattr(far_puts, name, TIMEOUT_S)
 
 
 @pytest.fixture
@@ -60,7 +70,7 @@ def owners_end(directory: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def owner(directory: Path) -> Iterator[Store]:
+def owner(directory: Path) -> Iterator[OwningStore]:
     """A store that lends 8 MiB."""
     with owning(config(directory, 8 * MIB)) as store:
         yield store
@@ -78,6 +88,14 @@ def tcp_guest(owner: Store, directory: Path) -> Iterator[Store]:
     """As ``guest``, as if it were on another host: what it reads and writes goes over TCP."""
     with owning(config(directory, engine=engine(transports=("tcp",)))) as store:
         yield store
+
+
+@pytest.fixture
+def calls(owner: OwningStore, directory: Path) -> Iterator[str]:
+    """Where ``owner`` answers processes of its host."""
+    path = directory / "owner.calls"
+    with owner.answering(path):
+        yield str(path)
 
 
 @pytest.fixture
@@ -99,10 +117,10 @@ def start_lending(directory: Path) -> Iterator[Callable[..., subprocess.Popen[st
     """Starts ``kvstore serve`` with a disk, or with what is given instead."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*below: str) -> subprocess.Popen[str]:
+    def start(*tier: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kvstore", "serve", f"--memory={MEMORY}"]
         command += [f"--directory={directory}"]
-        command += below or [f"--disk={directory}/disk", "--disk-size=16MiB"]
+        command += tier or [f"--disk={directory}/disk", "--disk-size=16MiB"]
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -120,3 +138,10 @@ def start_lending(directory: Path) -> Iterator[Callable[..., subprocess.Popen[st
         one.kill()
         one.communicate()
     end_all(directory)  # Of servers that had to start one behind that.
+
+
+@pytest.fixture
+def meet() -> Iterator[dict[str, Any]]:
+    """Settings of hosts that find each other."""
+    with meeting() as settings:
+        yield settings

@@ -31,7 +31,7 @@ def main() -> None:
     program = os.path.realpath(sys.executable)
     maps = Path("/proc/self/maps").read_text().splitlines()
     base = next(int(one.split("-")[0], 16) for one in maps if program in one)
-    line = Line(sys.argv[1], "owner", TIMEOUT_S, map_table=lambda _: None)
+    line = Line(sys.argv[1], "owner", TIMEOUT_S, lambda _: None)
     print(line.hello.reads, flush=True)  # noqa: T201
     kept, client = os.dup(line._socket.fileno()), os.getpid()
     if os.fork():

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from store_makers import SIG, Room, config, contents, keys, until
+from store_host import freeze
+from store_makers import SIG, Room, config, contents, keys
 from store_meeting import enter, leave, owning
 
 from kvstore.rules.object_table import Verdict
@@ -51,18 +52,10 @@ class Far:
 
     def signal(self, number: signal.Signals) -> None:
         """To this process alone. Returns after a SIGSTOP when all of its threads stand still."""
-        self.process.send_signal(number)
         if number is signal.SIGSTOP:
-            until(self._stands_still, "it stands still")
-
-    def _stands_still(self) -> bool:
-        states = set()
-        for one in Path(f"/proc/{self.process.pid}/task").glob("*/stat"):
-            try:
-                states.add(one.read_text().rpartition(")")[2].split()[0])
-            except (FileNotFoundError, ProcessLookupError):
-                return False  # A thread that has just ended: the signal had not come yet.
-        return states == {"T"}
+            freeze(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         """As if the machine had lost it."""
@@ -85,7 +78,7 @@ def put(store: Store, count: int, nbytes: int, seed: int) -> None:
     room.bytes[:] = contents(count, nbytes, seed)
     own = store._owners.own
     assert own is not None
-    verdicts = own.take(keys(count, seed), SIG, room.pieces)  # Whatever others have.
+    verdicts = own.storing.take(keys(count, seed), SIG, room.pieces)  # Whatever others have.
     assert set(verdicts) == {Verdict.GRANTED}, verdicts
     own.tell()
 

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from store_makers import TIMEOUT_S, config, until
-from store_meeting import owning
 from store_objects import MIB, filled
 
 from kvstore.config import Config
 from kvstore.host import agreement
+from kvstore.host.directory import Directory
 from kvstore.host.hosting import Hosting
 from kvstore.host.messages import BYTES_MAX, Join, Message, decode, encode
 from kvstore.host.place import Place
-from kvstore.membership.directory import Directory
+from kvstore.owning import OwningStore
 from kvstore.protocol.messages import VERSION
 from kvstore.store import Store
 
@@ -42,9 +42,11 @@ def shared(directory: Path, memory: int = 16 * MIB, **more: Any) -> Config:
 
 
 def pid_of(store: Store) -> int:
-    """The owner that a store uses."""
+    """The owner that a store uses. Waits for the connection: what is stored between two owners
+    gets nowhere."""
     lease = store._lease
     assert lease is not None
+    until(store._owners.usable, "it is connected to an owner")
     return lease.pid
 
 
@@ -91,6 +93,23 @@ def kill(pid: int) -> None:
     until(lambda: not is_alive(pid), "it has ended")
 
 
+def freeze(pid: int) -> None:
+    """Returns when all of its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _states(pid) == {"T"}, "it stands still")
+
+
+def _states(pid: int) -> set[str]:
+    """Of its threads."""
+    found = set()
+    for one in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            found.add(one.read_text().rpartition(")")[2].split()[0])
+        except (FileNotFoundError, ProcessLookupError):
+            found.add("")  # A thread that has just ended: the signal had not come yet.
+    return found
+
+
 def end_all(directory: Path) -> None:
     """Behind a test. None may come back: nobody uses them any more."""
     deadline_s = time.monotonic() + TIMEOUT_S
@@ -111,13 +130,13 @@ def store_directory() -> Iterator[Path]:
 
 
 @contextmanager
-def owner_here(config: Config) -> Iterator[Store]:
+def owner_here(config: Config) -> Iterator[OwningStore]:
     """The owner of a host in this process; others use it meanwhile."""
     with contextlib.closing(Directory(config.directory)):
         place = Place(config.directory)
         lock = place.lock()
         assert lock is not None
-        with contextlib.closing(lock), owning(config) as store:
+        with contextlib.closing(lock), OwningStore(config) as store:
             hosting = Hosting(place, lock, agreement.pool(config), None)
             try:
                 with store.answering(place.calls):

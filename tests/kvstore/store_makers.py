@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import te
 from kvstore.config import Config
@@ -45,6 +46,18 @@ def until(condition: Callable[[], Any], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
         time.sleep(0.002)
+
+
+@contextmanager
+def without_more_threads() -> Iterator[None]:
+    """As in a container that has reached its limit."""
+
+    def cannot_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot_start)
+        yield
 
 
 def descriptors() -> set[str]:

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
-from kvstore.membership.directory import Directory
 from kvstore.memory.memory_file import MemoryFile
+from kvstore.owning import OwningStore
 from kvstore.protocol.sockets import Where
-from kvstore.store import Store
 
 KEYS: Final = Keys.from_secrets([b"0123456789abcdef of owners in tests"])
 
@@ -25,8 +23,7 @@ _found: Final[defaultdict[Path, dict[str, tuple[Where]]]] = defaultdict(dict)
 
 def enter(directory: Path, name: str, endpoint: str) -> None:
     """An owner of the test listens there."""
-    near = str(Directory(directory).near_at(name))
-    _found[directory][name] = (Where(endpoint, KEYS.control[0], near),)
+    _found[directory][name] = (Where(endpoint, KEYS.control[0]),)
 
 
 def leave(directory: Path, name: str) -> None:
@@ -44,16 +41,9 @@ class Member:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory
-        self._directory = Directory(directory)
         self._name = ""
-        self.data_keys = self._directory.data_keys
-        self.control_keys = KEYS.control
-
-    def listen_at(self, _name: str) -> str:
-        return "tcp://127.0.0.1:*"
-
-    def near_at(self, name: str) -> Path | None:
-        return self._directory.near_at(name)
+        self.data_keys, self.control_keys = KEYS.data, KEYS.control
+        self.listen_at = "tcp://127.0.0.1:*"
 
     def announce(self, name: str, endpoint: str) -> None:
         self._name = name
@@ -64,15 +54,9 @@ class Member:
 
     def close(self) -> None:
         leave(self._path, self._name)
-        self._directory.close()
 
 
-def owning(config: Config, memory: MemoryFile | None = None, *, lends: bool = True) -> Store:
-    """The part of the store that an owner has in its process, beside others of the directory that
-    are made in the same way."""
-    return Store(config, memory, lends=lends, members=Member(config.directory))
-
-
-def owning_by_settings(config: Config) -> Store:
-    """As ``owning``, for one that finds others as its settings say, which are other processes."""
-    return Store(replace(config, owner="rank"))
+def owning(config: Config, memory: MemoryFile | None = None, *, lends: bool = True) -> OwningStore:
+    """The store as an owner has it in its process, beside others of the directory that are made in
+    the same way."""
+    return OwningStore(config, memory, lends=lends, members=Member(config.directory))

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from store_makers import SIG, Room, contents, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, contents, keys, until
 
 from kvstore.client.handles import Handle
-from kvstore.objects.outcomes import Put
+from kvstore.loading import Load
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -42,3 +44,14 @@ def handle_of(store: Store, number: int) -> Handle:
     handle = store._owners.handle(number)
     assert handle is not None
     return handle
+
+
+def loaded_in_parts(store: Store, names: Keys, room: Room, nbytes: int) -> list[Got]:
+    """What a load of objects of so many bytes brings into a room, a quarter of each first, and then
+    the rest."""
+    load = Load(store, names, SIG, room.split(nbytes // 4, nbytes - nbytes // 4), TIMEOUT_S)
+    load.begin(0, 1)
+    load.begin(1, 2)
+    assert load.wait(0)
+    assert load.wait(1)
+    return load.finish()

@@ -19,7 +19,7 @@ from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
 from kvstore.membership.index_redis import KEYS as OWNERS
 
-SECRET = b"0123456789abcdef of the tests"
+SECRET = b"0123456789abcdef-of-hosts-in-tests-of-the-store"
 KEYS = Keys.from_secrets([SECRET])
 
 
@@ -90,6 +90,13 @@ def redis_server(host: str = "127.0.0.1") -> Iterator[RedisServer]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def meeting() -> Iterator[dict[str, Any]]:
+    """Settings of hosts that meet at an index of their own."""
+    with redis_server() as server:
+        yield {"index": server.url, "keys": KEYS}
 
 
 def at_index(url: str, memory: int = 0, keys: Keys = KEYS, **more: Any) -> Config:

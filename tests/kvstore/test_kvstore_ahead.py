@@ -118,10 +118,10 @@ def test_one_that_is_over_is_not_missed(
     own = own_of(owner)
     assert put(far_guest, 0) == [Put.STORED] * N
     used = own.stats().bytes_used
-    now = own._clock
-    own._clock = lambda: now() + 3600.0
+    now = own.storing._clock
+    own.storing._clock = lambda: now() + 3600.0
     own.tick()
-    own._clock = now
+    own.storing._clock = now
     until(lambda: own.stats().bytes_used == used // 2, "the owner has freed the slots")
     assert own.stats().abandoned == 0, "no object was lost"
     assert put(far_guest, 1) == [Put.STORED] * N
@@ -184,11 +184,11 @@ def test_what_was_not_written_whole_is_not_stored(
     some = room.pieces.of(range(nbytes // NBYTES))
     blocks = some.blocks(slots[: len(some)], 0, to_slots=True)
     handle.source.peer.write(blocks, grant.tag).wait(TIMEOUT_S)
-    held = own.begin_publishing(grant.claim_id)
+    held = own.storing.begin_publishing(grant.claim_id)
     assert held is not None
     until(held.is_closed, "the fence")
     content = Content(np.zeros(named, np.uint64), keys(named, 1), SIG)
-    assert own.end_publishing(held, content)[0] == (
+    assert own.storing.end_publishing(held, content)[0] == (
         f"1 writes of {nbytes} bytes arrived, not one of {named * NBYTES}"
     )
     assert own.stats().bytes_used == used // 2, "its slots are free"
@@ -209,11 +209,11 @@ def test_more_objects_than_slots_are_refused_though_so_many_bytes_came(
     one = room.pieces.of([0]).blocks(slots[:1], 0, to_slots=True)
     blocks = te.Blocks.concat([room.pieces.blocks(slots, 0, to_slots=True), one])
     handle.source.peer.write(blocks, grant.tag).wait(TIMEOUT_S)
-    held = own.begin_publishing(grant.claim_id)
+    held = own.storing.begin_publishing(grant.claim_id)
     assert held is not None
     until(held.is_closed, "the fence")
     content = Content(np.zeros(N + 1, np.uint64), keys(N + 1, 1), SIG)
-    assert "arrived, not one of" in own.end_publishing(held, content)[0]
+    assert "arrived, not one of" in own.storing.end_publishing(held, content)[0]
     assert not owner.exists(keys(N, 1), SIG, NBYTES).any()
 
 
@@ -223,18 +223,18 @@ def test_a_client_has_one_and_they_are_a_small_part_of_the_memory(
     own = own_of(owner)
     assert put(far_guest, 0) == [Put.STORED] * N
     engine = far_guest._memory.engine
-    assert own._aheads._nbytes == {te.Identity(engine.id, engine.epoch): N * NBYTES}
+    assert own.storing._aheads._nbytes == {te.Identity(engine.id, engine.epoch): N * NBYTES}
     handle = handle_of(far_guest, 1)
     grant = handle.claim(keys(1, 9), SIG, NBYTES, TIMEOUT_S)
-    held = own.begin_publishing(grant.claim_id)
+    held = own.storing.begin_publishing(grant.claim_id)
     assert held is not None
-    assert own.claim_ahead(held, 1) is None, "it has one"
+    assert own.storing.claim_ahead(held, 1) is None, "it has one"
     held.writer = te.Identity("0" * 32, 1)
-    assert own.claim_ahead(held, 1) is not None
+    assert own.storing.claim_ahead(held, 1) is not None
     held.writer = te.Identity("1" * 32, 1)
-    assert own.claim_ahead(held, 0) is None
-    assert own.claim_ahead(held, 2) is None, "of 8 MiB 256 KiB may be claimed ahead"
-    own.abandon(grant.claim_id)
+    assert own.storing.claim_ahead(held, 0) is None
+    assert own.storing.claim_ahead(held, 2) is None, "of 8 MiB 256 KiB may be claimed ahead"
+    own.storing.abandon(grant.claim_id)
 
 
 def test_a_table_claims_ahead_while_much_is_free() -> None:

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from store_makers import without_more_threads
 
 import te
 from kvstore import _bytes
@@ -104,6 +105,16 @@ def test_each_field_of_a_header_is_compared(field: str, code: int, verify: bool)
     assert codes.tolist() == [_bytes.RIGHT, code]
     back[:] = memory
     assert copier.judge(headers, wanted, rows_of(back, [5000]), verify).tolist() == codes.tolist()
+
+
+def test_who_copies_much_does_so_alone_where_there_is_no_thread_to_help() -> None:
+    memory = random_bytes(5, SHARED_BYTES // 4)
+    copier = Copier()
+    with without_more_threads():
+        assert copier.checksums(rows_of(memory, [SHARED_BYTES // 4])).tolist() == digests(memory)
+    copier.close()
+    with pytest.raises(RuntimeError, match="were ended"):
+        copier.checksums(rows_of(memory, [SHARED_BYTES // 4]))
 
 
 def test_what_has_another_header_is_not_read_to_be_judged() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 from msgspec.structs import replace
 from store_host import shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
-from store_meeting import owning
 
 import te
 from bootstrap_server.admission.secret import Keys
@@ -27,10 +27,11 @@ from kvstore.cli import main
 from kvstore.client.load_times import AdmissionCounts
 from kvstore.client.status import OwnerSeen, StoreStatus, lines
 from kvstore.config import Config
-from kvstore.membership.directory import Directory
+from kvstore.host.directory import Directory
 from kvstore.networking import engine_of
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.card import OwnerStats
+from kvstore.owning import OwningStore
 from kvstore.store import Store
 from te import checkout
 
@@ -202,14 +203,14 @@ def test_a_wheel_says_that_it_has_no_tools(
 def test_a_directory_that_is_too_deep_is_refused(directory: Path) -> None:
     deep = directory / ("d" * 90)
     with pytest.raises(ValueError, match=r"is too long by .* bytes for the address of a Unix"):
-        owning(config(deep))
+        Store(config(deep))
 
 
 def test_a_cleaner_leaves_the_directory_alone(directory: Path) -> None:
     """systemd-tmpfiles(8) does that where it gets no lock; without the key, processes that come
     later would not be let in."""
     fd = os.open(directory, os.O_RDONLY)
-    with owning(config(directory)), pytest.raises(BlockingIOError):
+    with closing(Directory(directory)), pytest.raises(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
@@ -221,22 +222,10 @@ def test_the_place_does_not_depend_on_a_login(monkeypatch: pytest.MonkeyPatch) -
     assert Config().directory == Path(f"/tmp/kvstore-{os.geteuid()}")
 
 
-@pytest.mark.usefixtures("owners_end")
-def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:
-    left, young = directory / f"{'a' * 32}.store", directory / f"{'b' * 32}.store"
-    for path in (left, young):
-        path.touch()
-    os.utime(left, (0, 0))
-    os.utime(young, (4e9, 4e9))  # However long this test takes.
-    with Store(shared(directory, 0)):
-        until(lambda: not left.exists())
-        assert young.exists()
-
-
 def test_strangers_on_the_host_cannot_read(directory: Path) -> None:
     """Other users can reach the engines' ports, and have not the key."""
     with (
-        owning(config(directory, 4 << 20)) as store,
+        OwningStore(config(directory, 4 << 20)) as store,
         te.Engine(te.Config(status_dir=None)) as other,
     ):
         own = store._owners.own

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ import te
 from kvstore.client import handles, writing
 from kvstore.client.connecting import PAUSE_S, PAUSE_S_MAX, Connections, Known
 from kvstore.client.deadline import Deadline
-from kvstore.client.handles import RemoteHandle
 from kvstore.client.owners import OWN
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
@@ -95,28 +93,6 @@ def test_the_own_owner_is_used_again_after_a_pause(owner: Store) -> None:
     assert owner.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
 
 
-def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: Store) -> None:
-    with owning(config(directory, 8 * MIB)) as short_lived:
-        put_all(short_lived)
-        name = short_lived._memory.engine.id
-        until(lambda: owners_named(guest, name), "it is found")
-        number = owners_named(guest, name)[0].number
-        until(lambda: guest._owners._connections.get(number), "it is connected to")
-        known = guest._owners._connections.get(number)
-        assert known is not None
-        assert known.caller is not None
-        assert known.caller.window is not None
-        assert known.caller.window.mapped is not None
-        mapped = weakref.ref(known.caller.window.mapped)
-        del known
-    guest._owners._following._timeout_s = 0.0
-    until(lambda: mapped() is None, "its memory is given back")
-
-
-def owners_named(store: Store, name: str) -> list[Any]:
-    return [one for one in store._owners._following.owners() if one.name == name]
-
-
 # -- when owners are tried again
 
 
@@ -133,7 +109,7 @@ class Dials:
         self.tried += 1
         if self.is_shut:
             raise te.ConnectError("the way is cut")
-        return Known(b"engine", SimpleNamespace(alive=True, close=lambda: None), None)  # type: ignore[arg-type]
+        return Known(b"engine", SimpleNamespace(alive=True, close=lambda: None))  # type: ignore[arg-type]
 
     def ticked(self) -> int:
         """How often it was tried, once what a tick has begun is over."""
@@ -205,19 +181,18 @@ def test_without_a_thread_it_is_tried_later(dials: Dials, monkeypatch: pytest.Mo
 # -- deadlines
 
 
-def test_nothing_is_asked_when_no_time_is_left(guest: Store, directory: Path) -> None:
+def test_nothing_is_asked_when_no_time_is_left(guest: Store, calls: str) -> None:
     until(guest._owners.usable)
     (number,) = guest._owners.usable()
     far = guest._owners._following.owner(number)
     assert far is not None
-    (path,) = directory.glob("*.near")
-    line = Line(str(path), "abc", TIMEOUT_S)
+    line = Line(calls, "abc", TIMEOUT_S, lambda _: None)
     for ask in (far.asker.ask, line.ask):
         with pytest.raises(NoAnswer, match="time"):
             ask(Clear(SIG), 0.0)
     line.close()
     with pytest.raises(NoAnswer, match="does not answer in time"):
-        Line(str(path), "abc", 0.0)
+        Line(calls, "abc", 0.0, lambda _: None)
 
 
 @contextmanager
@@ -252,16 +227,13 @@ def test_a_put_whose_deadline_was_ended_is_not_published(
     assert not owner.exists(KEYS, SIG, NBYTES).any()
 
 
-@pytest.mark.parametrize("way", ["own memory", "tray", "message"])
+@pytest.mark.parametrize("way", ["own memory", "message"])
 def test_a_put_whose_deadline_was_ended_while_it_was_copied_is_not_stored(
     way: str, guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = owner if way == "own memory" else guest
     until(store._owners.usable)
     handle, deadline = handle_of(store, store._owners.usable()[0]), Deadline(TIMEOUT_S)
-    if way == "message":
-        assert isinstance(handle, RemoteHandle)
-        handle._caller = None
     source, some = filled(store), KEYS[:2]
     pieces = source.pieces.between(0, 2)
     target, name = (Copier, "take") if way == "own memory" else (handles, "gather")
@@ -323,9 +295,9 @@ def test_claims_whose_writes_do_not_end_keep_neither_each_other_nor_eviction(
     monkeypatch.setattr(own._engine, "fence", forbidden)
     engine = owner._memory.engine
     writer = te.Identity(engine.id, engine.epoch)
-    grants = [own.claim(keys(1, seed), SIG, NBYTES, writer) for seed in range(3)]
+    grants = [own.storing.claim(keys(1, seed), SIG, NBYTES, writer) for seed in range(3)]
     for grant in grants:
-        own.abandon(grant.claim_id)
+        own.storing.abandon(grant.claim_id)
     assert len(fences) == len(grants)
     own.tick()
     assert own.stats().abandoned == 0, "their slots are not free"

@@ -23,6 +23,7 @@ from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.base import Laid, Wanted, Written
 from kvstore.tiers.disk import BATCH_MAX, Disk
 from kvstore.tiers.segmentfiles import SegmentFiles, aligned
+from kvstore.tiers.tombstones import Tombstones
 
 MIB = 1 << 20
 N, NBYTES = 20, 20_000
@@ -306,3 +307,28 @@ def test_reads_and_writes_pass_by_the_kernels_cache(tmp_path: Path) -> None:
     flags = Path(f"/proc/self/fdinfo/{files._fds[0]}").read_text()
     files.close()
     assert int(flags.split("flags:")[1].split()[0], 8) & os.O_DIRECT
+
+
+@contextmanager
+def tombstones_at(path: Path) -> Iterator[Tombstones]:
+    stones = Tombstones(path)
+    try:
+        yield stones
+    finally:
+        stones.close()
+
+
+def test_a_tombstone_that_a_full_disk_cuts_short_leaves_the_others_readable(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "removed"
+    with tombstones_at(path) as stones:
+        with files_end_at(40), pytest.raises(OSError, match="the disk is full"):
+            stones.remove(NAMES[:2])
+        stones.remove(NAMES[2:3])
+        assert stones.removed(NAMES) == [NAMES[0], NAMES[2]]
+    with path.open("ab") as file:  # As a process that is killed meanwhile.
+        file.write(NAMES[3][:8])
+    with tombstones_at(path) as stones:
+        stones.remove(NAMES[4:5])
+        assert stones.removed(NAMES) == [NAMES[0], NAMES[2], NAMES[4]]

@@ -127,7 +127,7 @@ def test_a_write_that_does_not_end_keeps_no_other_client_from_publishing(
     fences |= {one.tag: OpenFence() for one in held}
     with ThreadPoolExecutor(len(held)) as clients:
         waiting: list[Future[Answer]] = [clients.submit(ask, Publish(one.claim_id)) for one in held]
-        until(lambda: not own._tags, "all of them are being published")
+        until(lambda: not own.storing._tags, "all of them are being published")
         for seed in range(10, 13):
             assert ask(Publish(claimed(seed).claim_id)) == nothing
         assert not any(one.done() for one in waiting)
@@ -160,9 +160,9 @@ def test_the_own_process_waits_for_a_fence_until_its_deadline(
     assert own is not None
     engine = owner._memory.engine
     writer = te.Identity(engine.id, engine.epoch)
-    grant = own.claim(keys(1), SIG, NBYTES, writer)
+    grant = own.storing.claim(keys(1), SIG, NBYTES, writer)
     fence = OpenFence()
     monkeypatch.setattr(own._engine, "revoke", lambda _: fence)
-    assert own.publish(grant.claim_id, 0.01) == "writes under the claim do not end"
+    assert own.storing.publish(grant.claim_id, 0.01) == "writes under the claim do not end"
     fence.closed.set()
     until(lambda: own.stats().abandoned == 1)

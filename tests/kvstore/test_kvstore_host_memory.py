@@ -26,8 +26,8 @@ from kvstore.memory import host_memory
 from kvstore.memory.host_memory import Room, check_room, meminfo_room, rooms
 from kvstore.memory.memory_file import MemoryFile
 from kvstore.owner.card import OwnerCard
+from kvstore.owning import OwningStore
 from kvstore.serving import serve, transit_chunk_bytes
-from kvstore.store import Store
 
 MIB = 1 << 20
 
@@ -111,8 +111,8 @@ def test_an_owner_that_lends_nothing_starts_in_a_small_container(
     had: list[OwnerCard] = []
 
     @contextmanager
-    def started(store: Store) -> Iterator[None]:
-        own = store._owners.own
+    def started(store: OwningStore) -> Iterator[None]:
+        own = store._pool.own
         assert own is not None
         had.append(own.card)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -20,10 +20,14 @@ from kvstore.config import Config
 from kvstore.host import agreement
 from kvstore.host.lifetime import (
     ADOPTION_S,
+    ENDED_S,
+    ENDING_S,
     FIRST_USE_S,
     GIVEN_WAY_S,
+    UNTAKEN_S,
     Adoption,
     Attempts,
+    HoldOff,
     Presence,
 )
 from kvstore.host.messages import Farewell, Join, Joined, Refused, decode, encode
@@ -220,14 +224,41 @@ def test_nobody_takes_over_what_is_older_than_the_last_owner(events: Any) -> Non
 
 
 def test_an_owner_that_gives_way_has_the_time_that_it_takes_to_end() -> None:
-    assert GIVEN_WAY_S >= 1.5 * (LINES_S + DRAIN_S + ENGINE_S)
+    assert GIVEN_WAY_S > ENDING_S >= 1.4 * (LINES_S + DRAIN_S + ENGINE_S)
+
+
+def test_behind_an_owner_that_has_given_way_others_start_one_if_nobody_does() -> None:
+    hold_off = HoldOff()
+    assert hold_off.is_over(0.0, is_free=True)
+    hold_off.gave_way(100.0)
+    assert not hold_off.is_over(101.0, is_free=False), "it ends still"
+    assert not hold_off.is_over(102.0, is_free=True)
+    assert not hold_off.is_over(103.0, is_free=False), "the next one has begun"
+    assert not hold_off.is_over(110.0, is_free=True), "and has failed"
+    assert not hold_off.is_over(110.0 + UNTAKEN_S - 0.1, is_free=True)
+    assert hold_off.is_over(110.0 + UNTAKEN_S, is_free=True)
+    hold_off.gave_way(200.0)
+    assert not hold_off.is_over(200.0 + GIVEN_WAY_S - 0.1, is_free=False)
+    assert hold_off.is_over(200.0 + GIVEN_WAY_S, is_free=False)
+    hold_off.gave_way(300.0)
+    hold_off.end()
+    assert hold_off.is_over(300.0, is_free=True)
+
+
+def test_an_operator_has_his_time_to_start_the_next_owner() -> None:
+    hold_off = HoldOff()
+    hold_off.gave_way(0.0)
+    hold_off.ended(0.0)
+    assert not hold_off.is_over(1.0, is_free=True)
+    assert not hold_off.is_over(ENDED_S - 0.1, is_free=True)
+    assert hold_off.is_over(ENDED_S, is_free=True)
 
 
 # -- what processes must agree on
 
 
 def test_settings_that_differ_are_named() -> None:
-    mine = Config(memory=1 << 30, owner="host")
+    mine = Config(memory=1 << 30)
     has = agreement.wishes(replace(mine, memory=1 << 24, disk=Path("/d"), disk_size=1 << 30))
     said = agreement.differences(agreement.wishes(mine), has)
     assert said == (
@@ -330,7 +361,6 @@ def test_pools_that_are_not_one() -> None:
 def test_settings_for_a_process_that_is_started_are_whole() -> None:
     config = Config(
         memory=1 << 30,
-        owner="host",
         linger_s=math.inf,
         file=Path("/f"),
         index="redis://a:1",
@@ -342,7 +372,6 @@ def test_settings_for_a_process_that_is_started_are_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("owner", "me", "is none of host, rank"),
         ("linger_s", -1.0, "0 or more"),
         ("linger_s", math.nan, "0 or more"),
     ],

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import mmap
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from kvstore.host.messages import BYTES_MAX, Farewell, Joined, Refused, encode
 from kvstore.host.place import Lock, Place
 from kvstore.host.starting import Starting
 from kvstore.memory.memory_file import MemoryFile
+from kvstore.serving import ended_by_signals
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +82,38 @@ def test_whoever_starts_the_next_owner_it_gets_the_memory_of_who_holds_it(
         lock.close()
         left.close()
         wrong.close()
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_ends_an_owner(directory: Path) -> None:
+    """The kernel may give it to another thread. That it came between the last look at signals and
+    the system call, in which the main thread then stayed for ever, was seen once."""
+    place = Place(directory)
+    lock = place.lock()
+    assert lock is not None
+    hosting = Hosting(place, lock, [], None)
+    is_late = threading.Event()
+    main = threading.main_thread().native_id
+
+    def rescue() -> None:
+        is_late.set()
+        hosting.end()
+
+    def get_it() -> None:
+        until(lambda: "\nState:\tS" in Path(f"/proc/self/task/{main}/status").read_text())
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    late = threading.Timer(TIMEOUT_S, rescue)
+    late.start()
+    other = threading.Thread(target=get_it)
+    with ended_by_signals(hosting.end) as signalled_fd:
+        hosting.wake_on(signalled_fd)
+        other.start()
+        hosting.run()
+        late.cancel()
+        other.join()
+        hosting.close(is_left=False)
+    lock.close()
+    assert not is_late.is_set()
 
 
 def test_a_second_signal_writes_to_nothing_else(directory: Path) -> None:
@@ -309,7 +343,13 @@ def hosted(directory: Path, has: dict[str, object]) -> Iterator[None]:
     until(is_locked, "it has the lock")
     hosting = Hosting(place, locks[0], agreement.pool(config(directory)), 600.0)
     hosting.ready(has, None)
-    thread = threading.Thread(target=hosting.run)
+
+    def run() -> None:
+        """It may end before the test does: it gives way."""
+        hosting.run()
+        hosting.close(is_left=False)
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
@@ -333,6 +373,35 @@ def test_a_process_that_cannot_start_the_next_owner_uses_it_when_another_does(
         assert "the owner of this host's store cannot be started" in caplog.text
         with hosted(directory, {}):
             until(lambda: mine.joins == 2, "it looks for one still")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_an_owner_has_given_way_to_looks_for_the_lock_often(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """Others start the next owner if it does not. At its start, and when it has used another one
+    before."""
+    found: list[bool] = []
+
+    def pause_s(_: object, __: float, *, is_awaited: bool = False) -> float:
+        found.append(is_awaited)
+        if is_first:
+            raise InterruptedError
+        return 0.001
+
+    monkeypatch.setattr(lease.Attempts, "pause_s", pause_s)
+    monkeypatch.setattr(Lease, "_start", lambda _: None)
+    with contextlib.ExitStack() as stack:
+        if not is_first:
+            with hosted(directory, {"memory": MIB}):
+                mine = Lease(shared(directory), Place(directory))
+                stack.callback(mine.close)
+        with hosted(directory, {"memory": 0}):
+            if is_first:
+                stack.enter_context(pytest.raises(InterruptedError))
+                Lease(shared(directory), Place(directory))
+            until(lambda: True in found, "it has given way")
+    assert True in found
 
 
 def test_a_bug_does_not_end_the_thread_that_looks_for_owners(

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from store_etcd import INDEXES, EtcdServer, index_server
 from store_makers import SIG, Room, contents, engine, keys, until
-from store_meeting import owning_by_settings
 from store_redis import RedisServer, at_index
 from te_ports import two_ports
 
@@ -24,6 +23,7 @@ from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 from kvstore.config import Config
 from kvstore.objects.outcomes import Got, Put
+from kvstore.owning import OwningStore
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -53,8 +53,8 @@ def gets(store: Store, room: Room) -> bool:
 @pytest.mark.slow
 def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> None:
     with (
-        owning_by_settings(at_index(index.url, 8 * MIB)) as owner,
-        owning_by_settings(at_index(index.url)) as guest,
+        OwningStore(at_index(index.url, 8 * MIB)) as owner,
+        OwningStore(at_index(index.url)) as guest,
     ):
         room = filled(guest)
         until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "the owner is found")
@@ -69,17 +69,17 @@ def test_an_owner_listens_at_two_ports_of_its_range(index: RedisServer | EtcdSer
     with two_ports(taken=0) as first:
         ports = engine(port=first, port_last=first + 1)
         near = at_index(index.url, 8 * MIB, engine=ports)
-        with owning_by_settings(near) as owner, owning_by_settings(at_index(index.url)) as guest:
+        with OwningStore(near) as owner, OwningStore(at_index(index.url)) as guest:
             room = filled(guest)
             until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
             assert gets(owner, Room(owner, N, NBYTES))
             with pytest.raises(te.ListenError, match=f"none of the ports from {first} to"):
-                owning_by_settings(replace(near, memory=0))
+                OwningStore(replace(near, memory=0))
         with (
             socket.create_server(("127.0.0.1", first)),
             pytest.raises(OSError, match=r"none of the ports .*: an owner listens at two"),
         ):
-            owning_by_settings(near)
+            OwningStore(near)
 
 
 @pytest.mark.slow
@@ -88,8 +88,8 @@ def test_another_secret_sees_nothing(
 ) -> None:
     other = Keys.from_secrets([b"another secret of the tests"])
     with (
-        owning_by_settings(at_index(index.url, 8 * MIB)) as owner,
-        owning_by_settings(at_index(index.url, keys=other)) as stranger,
+        OwningStore(at_index(index.url, 8 * MIB)) as owner,
+        OwningStore(at_index(index.url, keys=other)) as stranger,
     ):
         owner.put(KEYS, SIG, filled(owner).pieces)
         until(lambda: "does not have its secret" in caplog.text, "the stranger has seen the entry")
@@ -101,8 +101,8 @@ def test_another_secret_sees_nothing(
 def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | EtcdServer) -> None:
     """kill -9 under load, and a restart, without any memory but where etcd keeps it."""
     with (
-        owning_by_settings(at_index(index.url, 8 * MIB)) as owner,
-        owning_by_settings(at_index(index.url)) as guest,
+        OwningStore(at_index(index.url, 8 * MIB)) as owner,
+        OwningStore(at_index(index.url)) as guest,
     ):
         owner.put(KEYS, SIG, filled(owner).pieces)
         until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "the owner is followed")
@@ -127,7 +127,7 @@ def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | Etc
         index.kill()
         more(200)
         index.start()
-        with owning_by_settings(at_index(index.url)) as late:
+        with OwningStore(at_index(index.url)) as late:
             until(lambda: late.exists(KEYS, SIG, NBYTES).all(), "a new process has all keys")
             assert gets(late, Room(late, N, NBYTES))
         more(20)
@@ -151,7 +151,7 @@ def test_lent_by_the_command(index: RedisServer | EtcdServer, directory: Path) -
         assert process.stdout is not None
         assert process.stdout.readline() == f"kvstore: lends {8 * MIB} bytes, at the index\n"
         found = Keys.from_secrets(read_secret_file(secret))
-        with owning_by_settings(at_index(index.url, keys=found)) as store:
+        with OwningStore(at_index(index.url, keys=found)) as store:
             room = filled(store)
             until(lambda: store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
             until(lambda: gets(store, room), "and has them")
@@ -175,4 +175,4 @@ def test_settings_are_checked(given: dict[str, str], said: str) -> None:
 
 def test_no_address_leads_to_the_index() -> None:
     with pytest.raises(ValueError, match="no address of this host leads to the index"):
-        owning_by_settings(at_index("redis://no-such-host.invalid"))
+        OwningStore(at_index("redis://no-such-host.invalid"))

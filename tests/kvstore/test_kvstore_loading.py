@@ -4,6 +4,7 @@ and slots meanwhile."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_far import Far
-from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, impatient, keys, until
+from store_host import end_all, freeze, pid_of, shared
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 from store_meeting import owning
 from store_objects import change_byte
 
@@ -158,51 +160,25 @@ def test_without_another_copy_no_further_part_is_handed_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_an_owner_of_this_host_need_not_run_while_its_memory_is_copied(
-    number: signal.Signals, directory: Path, start_far: Callable[..., Far]
+def test_the_owner_of_the_host_need_not_run_while_its_memory_is_copied(
+    number: signal.Signals, directory: Path
 ) -> None:
     """SGLang aborts the requests of a load that fails."""
-    with with_far(directory, start_far) as (store, far):
-        (known,) = (store._owners._connections.get(one) for one in store._owners.usable())
-        assert known is not None
-        assert known.caller is not None, "its memory is mapped"
-        rooms = [Room(store, N, PARTS * PART) for _ in range(2)]
-        with deaf(store):
-            begun = load_of(store, rooms[0])
-            assert begun.wait(0)
-            far.signal(number)
-            loads = [begun]
-            if number is signal.SIGSTOP:  # Else it is known to have ended, and not looked at.
-                loads.append(load_of(store, rooms[1]))
-                assert loads[1].wait(0)
-            for load, room in zip(loads, rooms, strict=False):
-                for part in range(1, PARTS):
+    try:
+        with Store(shared(directory)) as store:
+            put_all(store)
+            rooms, pid = [Room(store, N, PARTS * PART) for _ in range(2)], pid_of(store)
+            loads = [load_of(store, rooms[0])]
+            assert loads[0].wait(0)
+            freeze(pid) if number is signal.SIGSTOP else os.kill(pid, number)
+            loads.append(load_of(store, rooms[1]))
+            for load, room in zip(loads, rooms, strict=True):
+                for part in range(PARTS):
                     assert load.wait(part)
                     assert is_there(room, part)
                 assert load.finish() == [Got.RIGHT] * N
-        far.signal(signal.SIGCONT)
-
-
-@pytest.mark.slow
-def test_what_was_found_is_loaded_though_its_owner_became_silent_since(
-    directory: Path, start_far: Callable[..., Far]
-) -> None:
-    """SGLang looks pages up, and has them loaded later, in another thread."""
-    with with_far(directory, start_far) as (store, far):
-        with impatient(store):
-            far.signal(signal.SIGSTOP)
-            until(lambda: not store.exists(KEYS, SIG, PARTS * PART).any(), "it is silent")
-            room = Room(store, N, PARTS * PART)
-            load = load_of(store, room)
-            for part in range(PARTS):
-                assert load.wait(part)
-                assert is_there(room, part)
-            assert load.finish() == [Got.RIGHT] * N
-            far_room = FarRoom(store, N, PARTS * PART)
-            load = load_of(store, far_room)
-            assert not load.wait(0)
-            assert load.finish() == [Got.MISSING] * N, "te would wait for its answer"
-        far.signal(signal.SIGCONT)
+    finally:
+        end_all(directory)
 
 
 def test_no_part_is_copied_after_the_deadline(owner: Store) -> None:

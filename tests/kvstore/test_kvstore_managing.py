@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_below import KEYS as TIERED
-from store_below import NBYTES as TIERED_BYTES
-from store_below import below, with_disk
-from store_below import put_all as put_too_many
+from store_lower_tier import KEYS as TIERED
+from store_lower_tier import NBYTES as TIERED_BYTES
+from store_lower_tier import in_lower_tier, with_disk
+from store_lower_tier import put_all as put_too_many
 from store_makers import SIG, keys, until
 from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, filled, put_all
@@ -35,7 +35,7 @@ def test_the_size_of_a_key_is_known(request: pytest.FixtureRequest, owner: Store
 def test_so_is_the_size_of_what_lies_in_the_lower_tier(directory: Path) -> None:
     with owning(with_disk(directory)) as store:
         put_too_many(store, store)
-        assert below(store).any()
+        assert in_lower_tier(store).any()
         assert (store.sizes(TIERED, SIG) == TIERED_BYTES).all()
     with owning(with_disk(directory)) as store:
         assert (store.sizes(TIERED, SIG) == TIERED_BYTES).all(), "which a restart has found there"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, keys
 from store_objects import NBYTES
@@ -65,16 +66,12 @@ class Answering:
     def ask(self, _: Question, __: float) -> Answer:
         return self._answer
 
-    def ask_with_tray(self, _: object, __: Question, ___: float) -> Answer:
-        return self._answer
-
 
 def handle_to(answer: Answer) -> RemoteHandle:
-    owner: Any = SimpleNamespace(name="abc", aheads=None)
+    owner: Any = SimpleNamespace(name="abc", aheads=None, asker=Answering(answer))
     engine: Any = SimpleNamespace(id="0" * 32, epoch=1)
-    caller: Any = Answering(answer)
     source: Any = None
-    return RemoteHandle(owner, engine, source, caller, TIMEOUT_S)
+    return RemoteHandle(owner, engine, source, TIMEOUT_S)
 
 
 SLOTS = bytes(8)
@@ -100,7 +97,8 @@ def published(told: list[str], claimed: list[Verdict]) -> Sequence[Verdict]:
     granted = [one.value for one in claimed]
     handle = handle_to(Granted(1, 5, granted, SLOTS[: 4 * claimed.count(Verdict.GRANTED)]))
     grant = handle.claim(keys(len(claimed)), SIG, NBYTES, TIMEOUT_S)
-    handle._caller = Answering(Published("", None, told))  # type: ignore[assignment]
+    owner: Any = handle._owner
+    owner.asker = Answering(Published("", None, told))
     return handle.publish(grant, None, TIMEOUT_S)[1]
 
 
@@ -112,7 +110,8 @@ def test_what_became_of_each_object_of_a_claim_is_told() -> None:
 
 
 def test_nonsense_of_other_questions_is_no_answer() -> None:
-    pieces = Pieces.whole([4096, 8192], NBYTES)
+    objects = np.zeros((2, NBYTES), np.uint8)
+    pieces = Pieces.whole(objects.ctypes.data + np.arange(2, dtype=np.uint64) * NBYTES, NBYTES)
     for stored in (["granted"], ["maybe"] * 2):
         with pytest.raises(NoAnswer, match="answers nonsense of what it has stored"):
             handle_to(Stored(stored, Placed(1, SLOTS, SLOTS))).take(

@@ -13,9 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all, rests
 from store_host import shared
-from store_makers import SIG, TIMEOUT_S, config, until
+from store_lower_tier import (
+    KEYS,
+    MEMORY,
+    MIB,
+    NBYTES,
+    N,
+    get,
+    in_lower_tier,
+    owner_of,
+    put_all,
+    rests,
+)
+from store_makers import SIG, TIMEOUT_S, config, until, without_more_threads
 from store_meeting import owning
 from store_objects import handle_of
 
@@ -34,7 +45,7 @@ def with_objects(directory: Path, **more: Any) -> Config:
 
 @pytest.fixture
 def lender(directory: Path) -> Iterator[Store]:
-    """A store with all objects, most of them below."""
+    """A store with all objects, most of them in object storage."""
     with owning(with_objects(directory)) as store:
         put_all(store, store)
         yield store
@@ -51,7 +62,7 @@ def reader(lender: Store, directory: Path) -> Iterator[Store]:
 @pytest.mark.slow
 def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
     for client in (reader, lender):
-        assert N // 2 < below(client).sum() < N
+        assert N // 2 < in_lower_tier(client).sum() < N
         assert get(client) == [Got.RIGHT] * N
     until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
@@ -93,7 +104,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
     with owning(with_objects(directory)) as store:
         put_all(store, store)
         until(lambda: rests(store), "nobody writes the bucket")
-        down = below(store)
+        lower = in_lower_tier(store)
         with monkeypatch.context() as patch:
             patch.setattr(Objects, "remove", later)
             if whole:
@@ -105,10 +116,10 @@ def test_what_was_removed_stays_removed_after_a_kill(
         until(lambda: owner_of(store)._removed.stones.is_empty, "the bundles tell it")
     copy.chmod(0o700)
     with owning(with_objects(directory, objects=copy.as_uri())) as store:
-        found = below(store)
-        assert down[50:].any()
+        found = in_lower_tier(store)
+        assert lower[50:].any()
         assert not found[:50].any()
-        assert found[50:].tolist() == ([False] * 50 if whole else down[50:].tolist())
+        assert found[50:].tolist() == ([False] * 50 if whole else lower[50:].tolist())
         assert not list(copy.glob("*.buried1"))
 
 
@@ -129,6 +140,15 @@ def test_who_has_read_wrong_bytes_does_not_wait_for_the_bucket(
     go_on.set()
     assert future.result(TIMEOUT_S) == Gone(N, b"\1" * N)
     assert len(told) == 1
+
+
+def test_a_removal_is_told_where_no_more_threads_can_be_started(lender: Store) -> None:
+    stones = owner_of(lender)._removed.stones
+    assert stones is not None
+    with without_more_threads():
+        assert all(owner_of(lender).remove(KEYS[:3], SIG))
+    assert not lender.exists(KEYS[:3], SIG, NBYTES).any()
+    until(lambda: stones.is_empty, "the bundles tell it")
 
 
 def test_a_removal_that_cannot_be_told_is_in_the_log(
@@ -167,13 +187,13 @@ def test_a_store_that_is_gone_costs_misses(
     lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     until(lambda: rests(lender), "what leaves")
-    down = np.flatnonzero(below(reader)).tolist()
+    lower = np.flatnonzero(in_lower_tier(reader)).tolist()
     shutil.rmtree(directory / "bucket")
     (directory / "bucket").touch()
-    outcomes = get(reader, down)
+    outcomes = get(reader, lower)
     assert set(outcomes) == {Got.MISSING}
-    until(lambda: not below(reader)[down].any(), "news")
-    assert owner_of(lender).stats().tier_failed >= len(down)
+    until(lambda: not in_lower_tier(reader)[lower].any(), "news")
+    assert owner_of(lender).stats().tier_failed >= len(lower)
     assert caplog.text.count("cannot be used (") == 1
 
 
@@ -181,7 +201,7 @@ def test_a_store_that_is_gone_costs_misses(
 def test_serve_has_its_keys_again(
     directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """After SIGTERM all of them, and after SIGKILL those that were below."""
+    """After SIGTERM all of them, and after SIGKILL those that were in object storage."""
     options = (f"--objects={(directory / 'bucket').as_uri()}", "--objects-size=16MiB")
     process = start_lending(*options)
     with Store(shared(directory, 0)) as client:
@@ -195,7 +215,7 @@ def test_serve_has_its_keys_again(
         process = start_lending(*options)
         with Store(shared(directory, 0)) as client:
             until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
-            assert below(client)[stored].all()
+            assert in_lower_tier(client)[stored].all()
             assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
         process.kill()
         process.wait(TIMEOUT_S)

@@ -57,9 +57,11 @@ class Objects(RuleBasedStateMachine):
         rows=st.lists(st.integers(0, 11), min_size=1, max_size=6),
         units=st.sampled_from([1, 2, 8, 9]),
         signature=st.sampled_from([SIG, OTHER]),
+        brings=st.booleans(),
     )
-    def claim(self, rows: list[int], units: int, signature: bytes) -> None:
-        claim = self.objects.claim(NAMES[rows], signature, units * UNIT_BYTES, 5.0)
+    def claim(self, rows: list[int], units: int, signature: bytes, brings: bool) -> None:
+        nbytes = units * UNIT_BYTES
+        claim = self.objects.claim(NAMES[rows], signature, nbytes, 5.0, brings=brings)
         assert len(claim.verdicts) == len(rows)
         assert claim.verdicts.count(Verdict.GRANTED) == len(claim.slots) == len(claim.keys)
         if units > 8:
@@ -141,6 +143,26 @@ def test_the_first_claim_of_a_key_wins() -> None:
     table.publish(first, [1, 2])
     assert table.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.EXISTS]
     assert table.counts.published == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_being_brought_can_be_stored_and_is_there_once(is_first: bool) -> None:
+    """What brings it may fail; and whoever else wants it brought does not read it again."""
+    table, headers, _ = table_of(2)
+    bringing = table.claim(NAMES[:2], SIG, 100, 5.0, brings=True)
+    assert table.claim(NAMES[:1], SIG, 100, 5.0, brings=True).verdicts == [Verdict.BEING_STORED]
+    storing = table.claim(NAMES[:1], SIG, 100, 5.0)
+    assert storing.verdicts == [Verdict.GRANTED]
+    assert table.claim(NAMES[:1], SIG, 100, 5.0, brings=True).verdicts == [Verdict.BEING_STORED]
+    for claim in (bringing, storing) if is_first else (storing, bringing):
+        table.take_claim(claim.id)
+        table.publish(claim, [7] * len(claim.slots))
+    slots = [storing.slots[0], bringing.slots[1]]
+    assert np.flatnonzero(headers["state"] == LIVE).tolist() == sorted(slots)
+    table.remove(NAMES[:2], SIG)
+    assert table.claim(NAMES[:2], SIG, 100, 5.0).verdicts == [Verdict.GRANTED] * 2
+    table.abandon(table.claim(NAMES[2:4], SIG, 100, 5.0, brings=True))
+    assert table.claim(NAMES[2:4], SIG, 100, 5.0, brings=True).verdicts == [Verdict.GRANTED] * 2
 
 
 def test_claims_are_overdue_after_their_deadline() -> None:

@@ -130,7 +130,7 @@ def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
         assert len(grant.slots) == N
         assert owner.put(KEYS, SIG, filled(owner).pieces) == [Put.BEING_STORED] * N
         assert owner._owners.own is not None
-        owner._owners.own._clock = lambda: time.monotonic() + 3601.0
+        owner._owners.own.storing._clock = lambda: time.monotonic() + 3601.0
         until(lambda: owner._owners.own.stats().abandoned == N)  # type: ignore[union-attr]
         assert "the claim is over" in handle.publish(grant, None, TIMEOUT_S)[0]
         room = filled(guest)

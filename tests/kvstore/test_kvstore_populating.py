@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_below import owner_of
+from store_lower_tier import owner_of
 from store_makers import TIMEOUT_S, config, until
 from store_meeting import owning
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from store_host import owner_here
 from store_makers import SIG, TIMEOUT_S, Room, config, engine, until
 from store_meeting import owning
 
@@ -24,6 +25,7 @@ from kvstore.objects.copying import Copier
 from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64
+from kvstore.store import Store
 
 NBYTES = 4096
 NAMES = 2000
@@ -55,9 +57,12 @@ def race(
     mismatches = 0
     ended = threading.Event()
     settings = {"free_low": 0.3, "free_high": 0.5, "chunk_bytes": 64 << 10}
+    lent = config(directory, batch * (22 << 10), **settings)
+    reads = config(directory, verify=verify, engine=engine(transports=transports))
+    is_mapped = transports != ("tcp",)
     with (
-        owning(config(directory, batch * (22 << 10), **settings)) as owner,
-        owning(config(directory, verify=verify, engine=engine(transports=transports))) as guest,
+        (owner_here if is_mapped else owning)(lent) as owner,
+        (Store if is_mapped else owning)(reads) as guest,
     ):
 
         def churn(which: int) -> None:

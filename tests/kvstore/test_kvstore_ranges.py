@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_below import KEYS as TIERED
-from store_below import NBYTES as TIERED_BYTES
-from store_below import OBJECTS, below, with_disk
-from store_below import put_all as put_too_many
+from store_lower_tier import KEYS as TIERED
+from store_lower_tier import NBYTES as TIERED_BYTES
+from store_lower_tier import OBJECTS, in_lower_tier, with_disk
+from store_lower_tier import put_all as put_too_many
 from store_makers import SIG, config, contents, deaf, until
 from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, Room, put_all, sees
@@ -57,9 +57,9 @@ def test_a_part_beyond_the_object_is_refused(owner: Store, offset: int) -> None:
 def test_a_part_of_what_lies_in_the_lower_tier_is_promoted_first(directory: Path) -> None:
     with owning(with_disk(directory)) as lender, owning(config(directory)) as reader:
         put_too_many(lender, lender)
-        until(lambda: below(reader).any() and len(reader) == len(TIERED), "it is announced")
-        down = np.flatnonzero(below(reader))[:3]
-        room = Room(reader, len(down), 1000)
-        outcomes = reader.get_range(TIERED[down], SIG, TIERED_BYTES, 700, room.pieces)
-        assert outcomes == [Got.RIGHT] * len(down)
-        assert (room.bytes == OBJECTS[down, 700:1700]).all()
+        until(lambda: in_lower_tier(reader).any() and len(reader) == len(TIERED), "it is announced")
+        lower = np.flatnonzero(in_lower_tier(reader))[:3]
+        room = Room(reader, len(lower), 1000)
+        outcomes = reader.get_range(TIERED[lower], SIG, TIERED_BYTES, 700, room.pieces)
+        assert outcomes == [Got.RIGHT] * len(lower)
+        assert (room.bytes == OBJECTS[lower, 700:1700]).all()

@@ -57,7 +57,7 @@ def serve(directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_a_restarted_lender_has_its_keys_again(
     serve: Callable[..., subprocess.Popen[str]], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.host.lease.ENDED_S", 3600.0)  # Nobody starts one meanwhile.
+    monkeypatch.setattr("kvstore.host.lifetime.ENDED_S", 3600.0)  # Nobody starts one meanwhile.
     first = serve()
     with Store(shared(directory / "s", 0)) as store:
         room = Room(store, N, NBYTES)

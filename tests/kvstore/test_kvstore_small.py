@@ -19,7 +19,7 @@ from kvstore.objects.outcomes import Got, Put
 from kvstore.objects.pieces import Pieces
 from kvstore.protocol import messages
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.messages import STORED_BYTES_MAX, TRAY_BYTES
+from kvstore.protocol.messages import STORED_BYTES_MAX
 from kvstore.store import Store
 
 N, NBYTES = 8, 5000
@@ -78,15 +78,9 @@ def test_a_full_owner_takes_none(directory: Path) -> None:
     assert set(found) >= {Put.STORED, Put.NO_SPACE}
 
 
-@pytest.mark.parametrize(("way", "most"), [("guest", TRAY_BYTES), ("tcp_guest", STORED_BYTES_MAX)])
 def test_larger_batches_and_memory_that_cannot_be_read_are_written(
-    request: pytest.FixtureRequest,
-    owner: Store,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    most: int,
+    owner: Store, guest: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest: Store = request.getfixturevalue(way)
     until(guest._owners.usable, "the owner is known")
     written: list[int] = []
 
@@ -95,10 +89,10 @@ def test_larger_batches_and_memory_that_cannot_be_read_are_written(
         return [Put.STORED] * len(names)
 
     monkeypatch.setattr(puts, "put_group", put_group)
-    large = Room(guest, 4, most // 4)
+    large = Room(guest, 4, STORED_BYTES_MAX // 4)
     assert guest.put(keys(4, 5), SIG, large.pieces) == [Put.STORED] * 4
     assert not written, "just small enough"
-    larger = Room(guest, 4, most // 4 + 1)
+    larger = Room(guest, 4, STORED_BYTES_MAX // 4 + 1)
     guest.put(keys(4, 6), SIG, larger.pieces)
     assert written == [4]
     unreadable = Room(guest, 1, 4096)
@@ -125,7 +119,7 @@ def test_a_message_of_another_length_is_refused(guest: Store, owner: Store) -> N
     with pytest.raises(NoAnswer, match="the question cannot be read"):
         far.asker.ask(messages.Store(keys(1).tobytes(), SIG, 5, too_long), TIMEOUT_S)
     with pytest.raises(NoAnswer, match="Take cannot be asked this way"):
-        far.asker.ask(messages.Take(keys(1).tobytes(), SIG, 5), TIMEOUT_S)
+        far.asker.ask(messages.Take(keys(1).tobytes(), SIG, 5, 1000), TIMEOUT_S)
     assert len(owner) == 0
 
 

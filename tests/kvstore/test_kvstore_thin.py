@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from store_host import end_all, owner_here, pid_of, shared
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
-from store_meeting import owning_by_settings
-from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
+from store_objects import KEYS, MIB, NBYTES, N, filled, loaded_in_parts, put_all
 
 import te
 from kvstore.host import pool as pool_module
@@ -27,6 +26,7 @@ from kvstore.host.pool import HostPool
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.owning import OwningStore
 from kvstore.protocol import calling
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller, Line
@@ -36,19 +36,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def host(directory: Path) -> Iterator[Store]:
+def host(directory: Path, meet: dict[str, Any]) -> Iterator[Store]:
     """Uses the owner of its host, which is another process."""
     try:
-        with Store(shared(directory)) as store:
+        with Store(shared(directory, **meet)) as store:
             yield store
     finally:
         end_all(directory)
 
 
 @pytest.fixture
-def other(directory: Path) -> Iterator[Store]:
-    """Lends memory as a process of another host does."""
-    with owning_by_settings(config(directory, 16 * MIB)) as store:
+def other(directory: Path, meet: dict[str, Any]) -> Iterator[Store]:
+    """The owner of another host."""
+    with OwningStore(config(directory, 16 * MIB, host="127.0.0.2", **meet)) as store:
         yield store
 
 
@@ -79,10 +79,15 @@ def test_no_thread_wakes_up_without_work(directory: Path) -> None:
             own = set(switches()) - before
             assert len(own) <= 3
             until(lambda: not store._owners._untold)  # type: ignore[attr-defined]
-            time.sleep(0.5)
-            asleep = switches()
-            time.sleep(1.0)
-            assert {one: switches()[one] for one in own} == {one: asleep[one] for one in own}
+
+            def rest_for_a_second() -> bool:
+                asleep = switches()
+                time.sleep(1.0)
+                awake = switches()
+                return {one: awake[one] for one in own} == {one: asleep[one] for one in own}
+
+            # What they still had to do may have come late.
+            until(rest_for_a_second, "none wakes up")
             assert not store._memory.has_engine
     finally:
         end_all(directory)
@@ -105,13 +110,7 @@ def test_it_is_loaded_part_by_part_and_in_ranges(host: Store, other: Store) -> N
     room = put_all(other)
     knows(host)
     back = Room(host, N, NBYTES)
-    parts = back.split(NBYTES // 4, NBYTES - NBYTES // 4)
-    load = Load(host, KEYS, SIG, parts, TIMEOUT_S)
-    load.begin(0, 1)
-    load.begin(1, 2)
-    assert load.wait(0)
-    assert load.wait(1)
-    assert load.finish() == [Got.RIGHT] * N
+    assert loaded_in_parts(host, KEYS, back, NBYTES) == [Got.RIGHT] * N
     assert (back.bytes == room.bytes).all()
     some = Room(host, N, 100)
     assert host.get_range(KEYS, SIG, NBYTES, 64, some.pieces) == [Got.RIGHT] * N
@@ -119,14 +118,14 @@ def test_it_is_loaded_part_by_part_and_in_ranges(host: Store, other: Store) -> N
 
 
 def test_several_who_want_the_same_have_it_read_once(
-    directory: Path, host: Store, other: Store
+    directory: Path, host: Store, other: Store, meet: dict[str, Any]
 ) -> None:
     room = put_all(other)
     knows(host)
     with ThreadPoolExecutor(8) as threads:
 
         def use(_: int) -> bool:
-            with Store(shared(directory)) as store:
+            with Store(shared(directory, **meet)) as store:
                 back = Room(store, N, NBYTES)
                 came = store.get(KEYS, SIG, back.pieces, TIMEOUT_S)
                 return came == [Got.RIGHT] * N and bool((back.bytes == room.bytes).all())
@@ -136,11 +135,13 @@ def test_several_who_want_the_same_have_it_read_once(
     assert (places["copies"] == 2).all(), "there and here"
 
 
-def test_eight_who_store_the_same_store_it_once(directory: Path, host: Store) -> None:
+def test_eight_who_store_the_same_store_it_once(
+    directory: Path, host: Store, meet: dict[str, Any]
+) -> None:
     with ThreadPoolExecutor(8) as threads:
 
         def use(_: int) -> list[Put]:
-            with Store(shared(directory)) as store:
+            with Store(shared(directory, **meet)) as store:
                 return store.put(KEYS, SIG, filled(store).pieces)
 
         outcomes = [one for found in threads.map(use, range(8)) for one in found]
@@ -163,9 +164,9 @@ def test_what_is_asked_of_the_store_is_asked_of_all_owners(host: Store, other: S
     assert not other.exists(KEYS, SIG, NBYTES).any()
 
 
-def test_copies_go_to_another_owner(directory: Path, other: Store) -> None:
+def test_copies_go_to_another_owner(directory: Path, other: Store, meet: dict[str, Any]) -> None:
     try:
-        with Store(shared(directory, copies=2)) as store:
+        with Store(shared(directory, copies=2, **meet)) as store:
             until(lambda: sum(map(bool, store._owners.ranks)) == 2, "the owner knows the other")
             put_all(store)
             knows(other)
@@ -268,10 +269,10 @@ def test_memory_that_is_not_registered_is_refused(host: Store) -> None:
 
 
 def test_without_the_owner_its_memory_is_read_and_all_else_is_a_miss(
-    directory: Path, other: Store
+    directory: Path, other: Store, meet: dict[str, Any]
 ) -> None:
     elsewhere = keys(N, 77)
-    with Store(shared(directory)) as store:
+    with Store(shared(directory, **meet)) as store:
         try:
             put_all(store)
             room = filled(other)
@@ -358,7 +359,7 @@ def test_without_a_descriptor_there_is_no_line(
 
     monkeypatch.setattr(calling.socket, "socket", no_socket)
     with pytest.raises(NoAnswer, match=r"owner abc cannot be called: .*Too many open files"):
-        Line(str(directory / "owner.calls"), "abc", TIMEOUT_S)
+        Line(str(directory / "owner.calls"), "abc", TIMEOUT_S, lambda _: None)
 
 
 def test_another_user_s_process_gets_no_table(host: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,4 +368,4 @@ def test_another_user_s_process_gets_no_table(host: Store, monkeypatch: pytest.M
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(NoAnswer, match=f"a process of the user {user} is at the other end"):
-        Line(path, "abc", TIMEOUT_S, map_table=lambda _: None)
+        Line(path, "abc", TIMEOUT_S, lambda _: None)

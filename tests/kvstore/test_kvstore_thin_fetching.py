@@ -29,6 +29,7 @@ from kvstore.host.pool import HostPool
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.answering import Answerer
+from kvstore.owning import OwningStore
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Line
 from kvstore.protocol.mapped import Mapped
@@ -222,7 +223,7 @@ def test_a_child_that_stays_keeps_no_line_open(host: Store) -> None:
 
 
 @pytest.fixture
-def lender(directory: Path) -> Iterator[Store]:
+def lender(directory: Path) -> Iterator[OwningStore]:
     with owning(config(directory, 64 * MIB, claim_timeout_s=1.0)) as store:
         yield store
 
@@ -231,12 +232,12 @@ Connect = Callable[..., Line]
 
 
 @pytest.fixture
-def connect(lender: Store, directory: Path) -> Iterator[Connect]:
+def connect(lender: OwningStore, directory: Path) -> Iterator[Connect]:
     """Makes lines to an owner in this process, which reads its own memory."""
     path, lines = directory / "owner.calls", list[Line]()
 
     def made() -> Line:
-        line = Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
+        line = Line(str(path), "abc", TIMEOUT_S, lambda _: None)
         lines.append(line)
         return line
 
@@ -268,7 +269,9 @@ def used(store: Store) -> int:
     return own.bytes_used
 
 
-def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect: Connect) -> None:
+def test_what_is_fetched_is_stored_with_the_client_s_word(
+    lender: OwningStore, connect: Connect
+) -> None:
     room, line = large(lender), connect()
     assert line.hello.reads
     assert fetch(line, room, [MIB]) == Fetched(["granted"] * 3)
@@ -279,7 +282,7 @@ def test_what_is_fetched_is_stored_with_the_client_s_word(lender: Store, connect
     assert line.ask(Keep(), TIMEOUT_S) == Refused("nothing was fetched")
 
 
-def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> None:
+def test_a_client_that_ends_costs_no_slots(lender: OwningStore, connect: Connect) -> None:
     room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
@@ -290,7 +293,7 @@ def test_a_client_that_ends_costs_no_slots(lender: Store, connect: Connect) -> N
 
 
 def test_a_client_that_says_nothing_more_costs_slots_until_the_claim_s_deadline(
-    lender: Store, connect: Connect
+    lender: OwningStore, connect: Connect
 ) -> None:
     room, line = large(lender), connect()
     before = used(lender)
@@ -329,7 +332,7 @@ def asking_in_vain(line: Line, room: Room) -> threading.Thread:
 
 
 def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
-    lender: Store, connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
+    lender: OwningStore, connect: Connect, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of a file system whose server has died: no signal ends such a read."""
     del connect
@@ -343,7 +346,7 @@ def test_memory_that_never_answers_does_not_keep_an_owner_from_ending(
     monkeypatch.setattr(Copier, "fetch", fetch_never)
     path = directory / "hung.calls"
     with lender.answering(path):
-        room, line = large(lender), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
+        room, line = large(lender), Line(str(path), "abc", TIMEOUT_S, lambda _: None)
         asking = asking_in_vain(line, room)
         assert reads.wait(TIMEOUT_S)
     assert not path.exists()
@@ -372,7 +375,7 @@ def test_a_file_stays_the_owner_s_while_memory_that_never_answers_is_read_into_i
     caplog.set_level(logging.INFO)
     path, settings = directory / "owner.calls", config(directory, 8 * MIB, file=directory / "slab")
     with owning(settings) as store, store.answering(path) as answerer:
-        room, line = large(store), Line(str(path), "abc", TIMEOUT_S, map_table=lambda _: None)
+        room, line = large(store), Line(str(path), "abc", TIMEOUT_S, lambda _: None)
         asking = asking_in_vain(line, room)
         assert reads.wait(TIMEOUT_S)
     with pytest.raises(ValueError, match="in use by another process of the store"):
@@ -385,7 +388,7 @@ def test_a_file_stays_the_owner_s_while_memory_that_never_answers_is_read_into_i
     assert "a bug in the store" not in caplog.text
 
 
-def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Connect) -> None:
+def test_another_question_gives_up_what_was_fetched(lender: OwningStore, connect: Connect) -> None:
     room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
@@ -398,7 +401,7 @@ def test_another_question_gives_up_what_was_fetched(lender: Store, connect: Conn
     assert used(lender) == before
 
 
-def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None:
+def test_what_makes_no_sense_is_refused(lender: OwningStore, connect: Connect) -> None:
     room, line = large(lender), connect()
     before = used(lender)
     for sizes, other in (
@@ -421,7 +424,7 @@ def test_what_makes_no_sense_is_refused(lender: Store, connect: Connect) -> None
     until(lambda: used(lender) == before)
 
 
-def test_what_is_not_there_is_not_stored(lender: Store, connect: Connect) -> None:
+def test_what_is_not_there_is_not_stored(lender: OwningStore, connect: Connect) -> None:
     room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
@@ -435,7 +438,7 @@ def test_what_is_not_there_is_not_stored(lender: Store, connect: Connect) -> Non
 
 @pytest.mark.parametrize("address", [0, 4096])
 def test_who_does_not_say_where_its_tray_lies_is_not_read(
-    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch, address: int
+    lender: OwningStore, connect: Connect, monkeypatch: pytest.MonkeyPatch, address: int
 ) -> None:
     monkeypatch.setattr(
         "kvstore.protocol.calling.Greet", lambda version, _: Greet(version, address)
@@ -447,7 +450,7 @@ def test_who_does_not_say_where_its_tray_lies_is_not_read(
 
 
 def test_who_lets_nobody_write_its_tray_is_not_read(
-    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    lender: OwningStore, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     former = Mapped.make
 
@@ -461,12 +464,14 @@ def test_who_lets_nobody_write_its_tray_is_not_read(
     assert not line.hello.reads
     assert isinstance(fetch(line, room, [MIB]), Unread)
     line.tray.memory[:MIB] = room.bytes[0].tobytes()
-    taken = line.ask(Take(NAMES[:1].tobytes(), SIG, MIB), TIMEOUT_S)
+    taken = line.ask(Take(NAMES[:1].tobytes(), SIG, MIB, 1000), TIMEOUT_S)
     assert not isinstance(taken, Refused), "its objects come through the tray"
     assert lender.exists(NAMES, SIG, MIB).tolist() == [True, False, False]
 
 
-def test_a_tray_without_the_owner_s_nonce_is_not_read(lender: Store, connect: Connect) -> None:
+def test_a_tray_without_the_owner_s_nonce_is_not_read(
+    lender: OwningStore, connect: Connect
+) -> None:
     room, line = large(lender), connect()
     change_nonce(line)
     unread = fetch(line, room, [MIB])
@@ -476,7 +481,7 @@ def test_a_tray_without_the_owner_s_nonce_is_not_read(lender: Store, connect: Co
 
 
 def test_a_program_that_its_user_may_not_look_into_is_not_read(
-    lender: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    lender: OwningStore, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An owner with CAP_SYS_PTRACE could read set-user-ID programs."""
     room, line = large(lender), connect()
@@ -492,7 +497,7 @@ def test_a_program_that_its_user_may_not_look_into_is_not_read(
 
 
 def test_a_client_that_has_become_another_program_is_not_read(
-    lender: Store, connect: Connect, directory: Path
+    lender: OwningStore, connect: Connect, directory: Path
 ) -> None:
     del connect  # The owner answers.
     client = subprocess.Popen(

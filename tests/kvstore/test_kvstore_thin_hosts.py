@@ -14,7 +14,6 @@ import pytest
 from store_etcd import INDEXES, EtcdServer, index_server
 from store_host import end_all, pid_of, shared
 from store_makers import SIG, Room, config, contents, keys, until
-from store_meeting import owning_by_settings
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
 from store_redis import RedisServer, at_index
 
@@ -22,6 +21,7 @@ from kvstore.host.pool import HostPool
 from kvstore.large import LargeObjects
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.owning import OwningStore
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,6 @@ class Hosts:
     def store(self, host: int, memory: int = 16 * MIB, **more: Any) -> Store:
         """Its host has an address of its own."""
         more |= {
-            "owner": "host",
             "directory": self.directories[host],
             "host": f"127.0.0.{host + 1}",
         }
@@ -143,48 +142,53 @@ def test_who_lends_nothing_uses_the_host_s_owner(directory: Path) -> None:
 
 
 @pytest.fixture
-def host(directory: Path) -> Iterator[Store]:
+def host(directory: Path, meet: dict[str, Any]) -> Iterator[Store]:
     """In chunks of 1 MiB."""
     try:
-        with Store(shared(directory)) as store:
+        with Store(shared(directory, **meet)) as store:
             yield store
     finally:
         end_all(directory)
 
 
-def test_what_fits_no_chunk_of_the_host_is_no_hit(directory: Path, host: Store) -> None:
+@pytest.fixture
+def other(directory: Path, meet: dict[str, Any]) -> Iterator[Store]:
+    """The owner of another host, in chunks of 4 MiB."""
+    with OwningStore(config(directory, 64 * MIB, host="127.0.0.2", **meet)) as store:
+        yield store
+
+
+def test_what_fits_no_chunk_of_the_host_is_no_hit(host: Store, other: Store) -> None:
     """A load would be aborted."""
-    with owning_by_settings(config(directory, 64 * MIB)) as other:
-        room = filled(other, 2, BIG)
-        assert host.put(NAMES, SIG, filled(host, 2, BIG).pieces) == [Put.TOO_LARGE] * 2
-        assert other.put(NAMES, SIG, room.pieces) == [Put.STORED] * 2
-        # It may know of them before it is connected to their owner.
-        until(lambda: host.sizes(NAMES, SIG).tolist() == [BIG] * 2, "the host's owner can ask")
-        assert host.known(NAMES).all()
-        assert not host.exists(NAMES, SIG, BIG).any()
-        assert host.admit(NAMES, SIG, BIG, None).offered == 0
-        back = Room(host, 2, BIG)
-        assert host.get(NAMES, SIG, back.pieces) == [Got.MISSING] * 2
-        assert host.remove(NAMES, SIG) == [Removed.REMOVED] * 2
+    room = filled(other, 2, BIG)
+    assert host.put(NAMES, SIG, filled(host, 2, BIG).pieces) == [Put.TOO_LARGE] * 2
+    assert other.put(NAMES, SIG, room.pieces) == [Put.STORED] * 2
+    # It may know of them before it is connected to their owner.
+    until(lambda: host.sizes(NAMES, SIG).tolist() == [BIG] * 2, "the host's owner can ask")
+    assert host.known(NAMES).all()
+    assert not host.exists(NAMES, SIG, BIG).any()
+    assert host.admit(NAMES, SIG, BIG, None).offered == 0
+    back = Room(host, 2, BIG)
+    assert host.get(NAMES, SIG, back.pieces) == [Got.MISSING] * 2
+    assert host.remove(NAMES, SIG) == [Removed.REMOVED] * 2
 
 
 def test_it_is_stored_in_parts_on_this_host_and_read_from_another(
-    directory: Path, host: Store
+    host: Store, other: Store
 ) -> None:
-    with owning_by_settings(config(directory, 16 * MIB)) as other:
-        until(lambda: sum(map(bool, host._owners.ranks)) == 2, "they know each other")
-        mine, theirs = LargeObjects(host, MIB // 2), LargeObjects(other, MIB // 2)
-        room, back = filled(host, 2, BIG), Room(host, 2, BIG)
-        assert theirs.put(NAMES, SIG, filled(other, 2, BIG).pieces) == [Put.STORED] * 2
-        until(lambda: mine.exists(NAMES, SIG, BIG).all(), "the host's owner knows of them")
-        assert mine.get(NAMES, SIG, back.pieces) == [Got.RIGHT] * 2
-        assert (back.bytes == room.bytes).all()
-        assert mine.remove(NAMES, SIG, BIG) == [Removed.REMOVED] * 2
-        more = keys(2, 52)
-        assert mine.put(more, SIG, room.split(5, BIG - 5)) == [Put.STORED] * 2
-        back.bytes[:] = 0
-        assert mine.get(more, SIG, back.split(BIG - 9, 9)) == [Got.RIGHT] * 2
-        assert (back.bytes == room.bytes).all()
-        some = Room(host, 2, MIB)
-        assert mine.get_range(more, SIG, BIG, 300_000, some.pieces) == [Got.RIGHT] * 2
-        assert (some.bytes == room.bytes[:, 300_000 : 300_000 + MIB]).all()
+    until(lambda: sum(map(bool, host._owners.ranks)) == 2, "they know each other")
+    mine, theirs = LargeObjects(host, MIB // 2), LargeObjects(other, MIB // 2)
+    room, back = filled(host, 2, BIG), Room(host, 2, BIG)
+    assert theirs.put(NAMES, SIG, filled(other, 2, BIG).pieces) == [Put.STORED] * 2
+    until(lambda: mine.exists(NAMES, SIG, BIG).all(), "the host's owner knows of them")
+    assert mine.get(NAMES, SIG, back.pieces) == [Got.RIGHT] * 2
+    assert (back.bytes == room.bytes).all()
+    assert mine.remove(NAMES, SIG, BIG) == [Removed.REMOVED] * 2
+    more = keys(2, 52)
+    assert mine.put(more, SIG, room.split(5, BIG - 5)) == [Put.STORED] * 2
+    back.bytes[:] = 0
+    assert mine.get(more, SIG, back.split(BIG - 9, 9)) == [Got.RIGHT] * 2
+    assert (back.bytes == room.bytes).all()
+    some = Room(host, 2, MIB)
+    assert mine.get_range(more, SIG, BIG, 300_000, some.pieces) == [Got.RIGHT] * 2
+    assert (some.bytes == room.bytes[:, 300_000 : 300_000 + MIB]).all()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thin clients of a host that lends no memory: objects come from other hosts, and go to them, by
-way of its owner. Another host is here a process that lends memory by itself."""
+way of its owner. Another host is here an owner in the test's process."""
 
 from __future__ import annotations
 
@@ -8,40 +8,55 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_host import end_all, is_alive, kill, pid_of, pids, shared
-from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
-from store_meeting import owning_by_settings
-from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
+from store_makers import SIG, Room, config, contents, keys, until
+from store_objects import KEYS, MIB, NBYTES, N, filled, loaded_in_parts, put_all, sees
+from store_redis import SECRET
 
 import te
 from kvstore.host import agreement
+from kvstore.host.lease import Refusal
 from kvstore.host.pool import HostPool
 from kvstore.large import LargeObjects
-from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
 from kvstore.objects.outcomes import Got, Pinned, Put, Removed
+from kvstore.owning import OwningStore
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def host(directory: Path) -> Iterator[Store]:
+def host(directory: Path, meet: dict[str, Any]) -> Iterator[Store]:
     """Without memory; its owner is another process."""
     try:
-        with Store(shared(directory, 0)) as store:
+        with Store(shared(directory, 0, **meet)) as store:
             assert isinstance(store._owners, HostPool)
             yield store
     finally:
         end_all(directory)
 
 
+def flags(directory: Path, meet: dict[str, Any]) -> list[str]:
+    """Of an operator's owner that meets them."""
+    secret = directory / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
+    return [f"--index={meet['index']}", f"--secret-file={secret}"]
+
+
+def another(directory: Path, number: int, meet: dict[str, Any]) -> OwningStore:
+    """The owner of another host, which lends memory."""
+    return OwningStore(config(directory, 64 * MIB, host=f"127.0.0.{number}", **meet))
+
+
 @pytest.fixture
-def other(directory: Path, host: Store) -> Iterator[Store]:
-    """Lends memory as a process of another host does. The two know each other."""
-    with owning_by_settings(config(directory, 64 * MIB)) as store:
+def other(directory: Path, host: Store, meet: dict[str, Any]) -> Iterator[Store]:
+    """One of those. The two know each other."""
+    with another(directory, 2, meet) as store:
         until(lambda: len(known_to(host)) == 2, "the owner knows the other host's")
         yield store
 
@@ -106,12 +121,7 @@ def test_what_other_hosts_have_is_got_in_all_ways(host: Store, other: Store) -> 
     assert other.put(names, SIG, more.pieces) == [Put.STORED] * N
     until(lambda: host.exists(names, SIG, NBYTES).all(), "it knows of them")
     back = Room(host, N, NBYTES)
-    load = Load(host, names, SIG, back.split(NBYTES // 4, NBYTES - NBYTES // 4), TIMEOUT_S)
-    load.begin(0, 1)
-    load.begin(1, 2)
-    assert load.wait(0)
-    assert load.wait(1)
-    assert load.finish() == [Got.RIGHT] * N
+    assert loaded_in_parts(host, names, back, NBYTES) == [Got.RIGHT] * N
     assert (back.bytes == more.bytes).all()
     assert is_right(host, room)
 
@@ -152,17 +162,19 @@ def test_memory_that_the_processor_cannot_read_takes_the_same_way(
     assert host.put(keys(N, 3), SIG, rooms[0].pieces) == [Put.UNREACHABLE] * N
 
 
-def test_copies_lie_at_several_hosts(directory: Path, other: Store, host: Store) -> None:
+def test_copies_lie_at_several_hosts(
+    directory: Path, other: Store, host: Store, meet: dict[str, Any]
+) -> None:
     with (
-        Store(shared(directory, 0, copies=2)) as two,
-        owning_by_settings(config(directory, 64 * MIB)) as third,
+        Store(shared(directory, 0, copies=2, **meet)) as two,
+        another(directory, 3, meet) as third,
     ):
         until(lambda: len(known_to(host)) == 3, "the owner knows both")
         room = put_all(two)
         assert of_its_own(other) == of_its_own(third) == N
         other.close()
         until(lambda: len(known_to(host)) == 2, "one has gone")
-        with owning_by_settings(config(directory, 64 * MIB)) as fourth:
+        with another(directory, 4, meet) as fourth:
             until(lambda: len(known_to(host)) == 3, "the owner knows the new one")
             assert set(two.put(KEYS, SIG, room.pieces)) <= {Put.EXISTS, Put.STORED}
             assert of_its_own(fourth) == N
@@ -185,9 +197,11 @@ def test_the_owner_of_such_a_host_dies_and_another_one_is_started(
     assert of_its_own(other) == N
 
 
-def test_it_gives_way_to_one_that_lends(directory: Path, host: Store, other: Store) -> None:
+def test_it_gives_way_to_one_that_lends(
+    directory: Path, host: Store, other: Store, meet: dict[str, Any]
+) -> None:
     room, first = put_all(host), pid_of(host)
-    with Store(shared(directory, 16 * MIB)) as lender:
+    with Store(shared(directory, 16 * MIB, **meet)) as lender:
         assert pid_of(lender) != first
         until(lambda: not is_alive(first), "the first one has ended")
         until(lambda: pid_of(host) == pid_of(lender), "all use the other one")
@@ -198,8 +212,26 @@ def test_it_gives_way_to_one_that_lends(directory: Path, host: Store, other: Sto
         names = keys(N, 4)
         assert host.put(names, SIG, filled(host, seed=4).pieces) == [Put.STORED] * N
         assert lender.exists(names, SIG, NBYTES).all()
-        with Store(shared(directory, 0)) as guest:
+        with Store(shared(directory, 0, **meet)) as guest:
             assert pid_of(guest) == pid_of(lender) != os.getpid()
+
+
+def test_a_server_that_cannot_start_the_next_owner_does_not_keep_others_from_it(
+    directory: Path,
+    host: Store,
+    other: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    meet: dict[str, Any],
+) -> None:
+    monkeypatch.setattr("kvstore.host.lifetime.GIVEN_WAY_S", 3600.0)
+    monkeypatch.setattr("kvstore.host.lifetime.UNTAKEN_S", 0.5)
+    room, first = put_all(other), pid_of(host)
+    with pytest.raises(Refusal, match="more memory than this process can have"):
+        Store(shared(directory, 1 << 46, **meet))
+    until(lambda: not is_alive(first), "it gives the lock back some time before it has ended")
+    until(lambda: pid_of(host) in pids(directory), "there is another one")
+    until(lambda: host.exists(KEYS, SIG, NBYTES).all(), "it knows the other host's")
+    assert is_right(host, room)
 
 
 def test_it_gives_way_to_the_first_that_says_how_hosts_reach_each_other(directory: Path) -> None:
@@ -231,16 +263,43 @@ def test_it_gives_way_to_an_operator_s_and_comes_back_behind_that(
     other: Store,
     start_lending: Callable[..., subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
+    meet: dict[str, Any],
 ) -> None:
     room, first = put_all(host), pid_of(host)
-    lender = start_lending()
+    lender = start_lending(*flags(directory, meet))
     until(lambda: pid_of(host) == lender.pid, "it uses the operator's")
-    assert not is_alive(first)
+    until(lambda: not is_alive(first), "the first one has ended")
     until(lambda: len(known_to(host)) == 2, "that one knows the other host's")
-    monkeypatch.setattr("kvstore.host.lease.ENDED_S", 0.5)
+    monkeypatch.setattr("kvstore.host.lifetime.ENDED_S", 0.5)
     lender.kill()
     lender.wait()
     until(lambda: pids(directory) and pid_of(host) in pids(directory), "there is one of its own")
-    until(lambda: len(known_to(host)) == 2, "it knows the other host's")
+    until(lambda: host.exists(KEYS, SIG, NBYTES).all(), "it knows the other host's")
     assert is_right(host, room)
     assert host.status().memory == 0
+
+
+def test_a_server_with_memory_that_waits_for_an_operator_starts_one_if_one_gives_way_to_it(
+    directory: Path,
+    host: Store,
+    start_lending: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    meet: dict[str, Any],
+) -> None:
+    """It would else end the owner of those that lend nothing again and again."""
+    lender = start_lending(*flags(directory, meet))
+    until(lambda: pid_of(host) == lender.pid, "it uses the operator's")
+    with Store(shared(directory, 16 * MIB, **meet)) as server:
+        assert pid_of(server) == lender.pid
+        monkeypatch.setattr("kvstore.host.lifetime.ENDED_S", 0.5)
+        lender.kill()
+        lender.wait()
+        until(lambda: pid_of(host) == pid_of(server) in pids(directory), "both use its owner")
+        room = filled(server)
+        # The first put may find that the connection to the last owner has ended.
+        stored = {Put.STORED, Put.EXISTS}
+        until(lambda: stored.issuperset(server.put(KEYS, SIG, room.pieces)), "it stores there")
+        sees(host)
+        lease = server._lease
+        assert lease is not None
+        assert lease._was["linger_s"] == server._config.linger_s, "nothing of the operator's"

@@ -16,17 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_host import end_all, shared
+from store_host import end_all, owner_here, shared
 from store_makers import SIG, TIMEOUT_S, until
 from store_objects import KEYS, NBYTES, N, put_all
 
 from kvstore.client.deadline import Deadline
 from kvstore.host.pool import HostPool
 from kvstore.objects.outcomes import Got
+from kvstore.owner import answering
 from kvstore.protocol import calling
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Caller, Line
-from kvstore.protocol.messages import InMemory, Promote, Touch
+from kvstore.protocol.messages import (
+    TRAY_BYTES,
+    VERSION,
+    Greet,
+    Hello,
+    InMemory,
+    Promote,
+    Touch,
+)
+from kvstore.rules.tiered_table import PromotionState
 from kvstore.store import Store
 
 pytestmark = pytest.mark.slow
@@ -100,11 +110,11 @@ def test_a_new_line_has_the_time_that_is_left(host: Store, monkeypatch: pytest.M
             given.append(timeout_s)
             raise NoAnswer("made")
 
-    def take(_: Caller, timeout_s: float) -> tuple[None, bool]:
+    def take(_: Caller, timeout_s: float, is_slow: bool) -> None:
         nonlocal now_s
+        link.caller._slow += is_slow
         now_s += timeout_s / 4
         link.caller._lines += 1
-        return None, True
 
     monkeypatch.setattr(calling.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(Caller, "_take", take)
@@ -121,10 +131,10 @@ def test_an_owner_waits_no_longer_than_is_left_behind_the_wait_for_a_line(
     assert handle is not None
     former, waits_s = Caller._take, iter([0.0, 7.5, 11.0])
 
-    def take(caller: Caller, timeout_s: float) -> tuple[Line | None, bool]:
+    def take(caller: Caller, timeout_s: float, is_slow: bool) -> Line | None:
         nonlocal now_s
         now_s += next(waits_s)
-        return former(caller, timeout_s)
+        return former(caller, timeout_s, is_slow)
 
     def ask(_: Line, question: Promote, timeout_s: float) -> InMemory:
         asked.append((question.timeout_ms, timeout_s))
@@ -143,7 +153,7 @@ def test_an_owner_waits_no_longer_than_is_left_behind_the_wait_for_a_line(
 def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: Path) -> None:
     """Of four threads that asked again and again, and as many others, one was never served."""
     path = str(directory / "owner.calls")
-    caller = Caller(path, "abc", None, TIMEOUT_S, lambda _: None)
+    caller = Caller(path, "abc", TIMEOUT_S, lambda _: None)
     held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
     lines = [one.enter_context(caller.line(TIMEOUT_S)) for one in held]
     came, over = list[str](), threading.Event()
@@ -177,11 +187,51 @@ def test_who_has_waited_longest_for_a_line_has_the_next(host: Store, directory: 
     assert (caller._lines, caller._idle) == (calling.LINES_MAX, [])
 
 
+def test_a_put_does_not_wait_for_what_comes_from_other_hosts(host: Store) -> None:
+    """One line stays for questions that the host's owner answers by itself."""
+    pool = pool_of(host)
+    assert pool._link is not None
+    caller, handle = pool._link.caller, pool.handle(0)
+    assert handle is not None
+    promoted = list[object]()
+
+    def promote() -> None:
+        promoted.append(handle.promote(KEYS, SIG, NBYTES, TIMEOUT_S)[0].state)
+
+    with contextlib.ExitStack() as held:
+        for _ in range(calling.SLOW_MAX):
+            slow = held.enter_context(contextlib.ExitStack())
+            slow.enter_context(caller.line(TIMEOUT_S, is_slow=True))
+        thread = threading.Thread(target=promote)
+        thread.start()
+        until(lambda: caller._turns, "it waits")
+        put_all(host)
+        assert not promoted
+        slow.close()
+        thread.join(TIMEOUT_S)
+        assert promoted == [PromotionState.HERE]
+    assert (caller._slow, caller._lines) == (0, calling.LINES_MAX)
+
+
+def test_of_lines_that_nobody_uses_one_keeps_a_large_tray(host: Store) -> None:
+    """Four of a large object each would be a quarter of a GiB, for as long as the process lives."""
+    link = pool_of(host)._link
+    assert link is not None
+    caller = link.caller
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(caller.line(TIMEOUT_S, 2 * TRAY_BYTES)) for _ in range(3)]
+        small = stack.enter_context(caller.line(TIMEOUT_S))
+    assert small in caller._idle
+    assert sum(one in caller._idle for one in lines) == 1
+    assert caller._lines == len(caller._idle) == 2
+    assert isinstance(caller.ask(Greet(VERSION), TIMEOUT_S), Hello)
+
+
 def test_what_is_told_has_its_turn_and_does_not_wait_long_for_it(
     host: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under load all lines are handed on, and none is idle."""
-    caller = Caller(str(directory / "owner.calls"), "abc", None, TIMEOUT_S, lambda _: None)
+    caller = Caller(str(directory / "owner.calls"), "abc", TIMEOUT_S, lambda _: None)
     held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
     for one in held:
         one.enter_context(caller.line(TIMEOUT_S))
@@ -206,14 +256,13 @@ def test_what_is_told_has_its_turn_and_does_not_wait_long_for_it(
 def test_a_line_that_comes_while_its_thread_is_interrupted_is_not_lost(
     host: Store, directory: Path, monkeypatch: pytest.MonkeyPatch, is_ended: bool
 ) -> None:
-    caller = Caller(str(directory / "owner.calls"), "abc", None, TIMEOUT_S, lambda _: None)
+    caller = Caller(str(directory / "owner.calls"), "abc", TIMEOUT_S, lambda _: None)
     held = [contextlib.ExitStack() for _ in range(calling.LINES_MAX)]
     (line, *_) = [one.enter_context(caller.line(TIMEOUT_S)) for one in held]
 
     class Interrupted(threading.Event):
         def wait(self, _: float | None = None) -> bool:
             if is_ended:
-                assert line is not None
                 line.asked += 1
                 held[0].__exit__(OSError, OSError("its line has ended"), None)
             held[0].close()
@@ -240,6 +289,34 @@ def test_an_owner_that_does_not_read_is_told_nothing_and_not_waited_for() -> Non
             line.tell(Touch(KEYS.tobytes(), SIG))
         line.close()
         assert 0 < sum(1 for _ in iter(partial(far.recv, 1 << 16), b"")) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (1, "it cannot be called by more: 1 connections of this host are open"),
+        (0, "it is tried again"),
+    ],
+)
+def test_whoever_comes_when_all_lines_are_in_use_is_told_so(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    told: int,
+    why: str,
+) -> None:
+    """It serves without the store, and has it as soon as another process has gone."""
+    monkeypatch.setattr(answering, "LINES_MAX", 1)
+    monkeypatch.setattr(answering, "REFUSED_MAX", told)
+    settings = shared(directory)
+    with owner_here(settings), contextlib.ExitStack() as stack:
+        first = stack.enter_context(Store(settings))
+        put_all(first)
+        with Store(settings) as second:
+            assert why in caplog.text
+            assert not second.exists(KEYS, SIG, NBYTES).any()
+            stack.close()
+            until(lambda: second.exists(KEYS, SIG, NBYTES).all(), "it is let in")
 
 
 def test_te_connects_when_memory_is_registered_and_else_in_the_lease_s_thread(
@@ -278,6 +355,7 @@ from store_host import shared
 from store_makers import SIG, Room, config
 from store_objects import KEYS, N, NBYTES, put_all
 from kvstore.objects.outcomes import Got
+from kvstore.owner import answering
 from kvstore.store import Store
 with Store({make}(Path(sys.argv[1]), 16 << 20)) as store:
     {then}

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from store_makers import TIMEOUT_S, until
+from store_makers import TIMEOUT_S, until, without_more_threads
 
-from kvstore.threads import Threads
+from kvstore.threads import NoThread, Threads
 
 
 @pytest.fixture
@@ -91,12 +91,9 @@ def test_nothing_of_the_work_is_known_after_shutdown(threads: Threads) -> None:
     assert gone() is None
 
 
-def test_without_any_thread_it_refuses(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot_start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", cannot_start)
-        with pytest.raises(RuntimeError, match="none can be started"):
-            threads.submit(print)
-    assert threads.submit(int).result(TIMEOUT_S) == 0
+def test_without_any_thread_it_refuses(threads: Threads) -> None:
+    with without_more_threads(), pytest.raises(NoThread, match="none can be started"):
+        threads.submit(print)
+    threads.begin()
+    with without_more_threads():
+        assert threads.submit(int).result(TIMEOUT_S) == 0

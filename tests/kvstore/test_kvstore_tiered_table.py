@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of objects on their way down and up, and what others hear of it."""
+"""What becomes of objects that are demoted and promoted, and what others hear of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def seen(table: Table, nbytes: int) -> Records:
 
 
 class Tiered(RuleBasedStateMachine):
-    """Objects are stored, evicted, written below, promoted and removed in any order, some of it in
+    """Objects are stored, evicted, demoted, promoted and removed in any order, some of it in
     parallel; a follower of the log knows at any time where each object lies."""
 
     def __init__(self) -> None:

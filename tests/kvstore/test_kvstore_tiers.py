@@ -16,9 +16,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_below import KEYS, NBYTES, OBJECTS, N, below, get, owner_of, put_all, rests, with_disk
 from store_host import shared
-from store_makers import SIG, TIMEOUT_S, Room, config, deaf, until
+from store_lower_tier import (
+    KEYS,
+    NBYTES,
+    OBJECTS,
+    N,
+    get,
+    in_lower_tier,
+    owner_of,
+    put_all,
+    rests,
+    with_disk,
+)
+from store_makers import SIG, TIMEOUT_S, Room, config, deaf, until, without_more_threads
 from store_meeting import owning
 
 from kvstore.client import promoting
@@ -40,7 +51,7 @@ ROUNDS = 4
 
 @pytest.fixture
 def lender(directory: Path) -> Iterator[Store]:
-    """A store with all objects, most of them below."""
+    """A store with all objects, most of them in the lower tier."""
     with owning(with_disk(directory)) as store:
         put_all(store, store)
         yield store
@@ -58,7 +69,7 @@ def reader(lender: Store, directory: Path) -> Iterator[Store]:
 def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
     for client in (reader, lender):
         assert client.exists(KEYS, SIG, NBYTES).all()
-        assert N // 2 < below(client).sum() < N
+        assert N // 2 < in_lower_tier(client).sum() < N
         assert get(client) == [Got.RIGHT] * N
     until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
@@ -71,57 +82,60 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
 def test_who_hears_late_that_an_object_was_put_below_gets_it(lender: Store, reader: Store) -> None:
     until(lambda: rests(lender), "what leaves")
     with deaf(reader):
-        high = np.flatnonzero(~below(reader)).tolist()
+        upper = np.flatnonzero(~in_lower_tier(reader)).tolist()
         until(lambda: get(lender) == [Got.RIGHT] * N, "each object pushes out another")
-        until(lambda: below(lender)[high].any(), "some are below again")
-        assert get(reader, high) == [Got.RIGHT] * len(high)
+        until(lambda: in_lower_tier(lender)[upper].any(), "some are demoted")
+        assert get(reader, upper) == [Got.RIGHT] * len(upper)
 
 
 def test_what_lies_below_is_a_source_of_its_own(lender: Store, reader: Store) -> None:
     """Whose time has the owner's promote in it."""
 
     def is_measured() -> bool:
-        """What the owner has promoted by the time of a get is not read as one below."""
-        assert get(reader, np.flatnonzero(below(reader))[:5]) == [Got.RIGHT] * 5
-        some = [np.flatnonzero(below(reader))[:1], np.flatnonzero(~below(reader))[:1]]
+        """What the owner has promoted by the time of a get is not read from the lower tier."""
+        assert get(reader, np.flatnonzero(in_lower_tier(reader))[:5]) == [Got.RIGHT] * 5
+        some = [
+            np.flatnonzero(in_lower_tier(reader))[:1],
+            np.flatnonzero(~in_lower_tier(reader))[:1],
+        ]
         return all(reader.expected_s(KEYS[one], SIG, NBYTES) is not None for one in some)
 
-    deep = np.flatnonzero(below(reader))
-    assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
+    lower = np.flatnonzero(in_lower_tier(reader))
+    assert reader.expected_s(KEYS[lower[:1]], SIG, NBYTES) is None
     until(is_measured, "measurements of both sources")
-    deep = np.flatnonzero(below(reader))
+    lower = np.flatnonzero(in_lower_tier(reader))
     places = reader._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))
     owner = int(places["owner"][0])
     reader.load_times.forget(owner)
-    assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
+    assert reader.expected_s(KEYS[lower[:1]], SIG, NBYTES) is None
     for _ in range(MEASURED_MIN):
         reader.load_times.measured(owner, 0.001, NBYTES)
         reader.load_times.measured(int(source_of(np.uint16(owner), np.True_)), 5.0, NBYTES)
     with deaf(reader):  # The owner goes on making room.
-        deep, high = np.flatnonzero(below(reader)), np.flatnonzero(~below(reader))
-        wanted = KEYS[[*high[:4], *deep[:4]]]
+        lower, upper = np.flatnonzero(in_lower_tier(reader)), np.flatnonzero(~in_lower_tier(reader))
+        wanted = KEYS[[*upper[:4], *lower[:4]]]
         assert reader.admit(wanted, SIG, NBYTES, compute_s=1.0) == Admitted(8, 4, 20.0, 8.0)
         assert reader.admit(wanted, SIG, NBYTES, compute_s=6.0).offered == 8
 
 
 def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> None:
-    row = int(np.flatnonzero(below(reader))[0])
+    row = int(np.flatnonzero(in_lower_tier(reader))[0])
     room = Room(reader, 1, NBYTES)
     assert reader.put(KEYS[[row]], SIG, room.pieces) == [Put.EXISTS]
     other = Pieces.whole(np.array([room.bytes.ctypes.data], np.uint64), 5)
-    assert owner_of(lender).take(KEYS[[row]], SIG, other)[0].value == "exists"
+    assert owner_of(lender).storing.take(KEYS[[row]], SIG, other)[0].value == "exists"
     assert get(reader, [row]) == [Got.RIGHT]
 
 
 @pytest.mark.slow
 def test_a_restart_has_all_objects_again(directory: Path) -> None:
-    """Also those that lay in memory alone: a store that is closed writes them below."""
+    """Also those that lay in memory alone: a store that is closed demotes them."""
     with owning(with_disk(directory)) as store:
         put_all(store, store)
     with owning(with_disk(directory)) as store, owning(config(directory)) as client:
         assert store.exists(KEYS, SIG, NBYTES).all()
         until(lambda: client.exists(KEYS, SIG, NBYTES).all(), "announcements")
-        assert below(client).all()
+        assert in_lower_tier(client).all()
         assert get(client) == [Got.RIGHT] * N
 
 
@@ -129,10 +143,10 @@ def test_a_file_and_a_disk_have_all_objects_together(directory: Path) -> None:
     more = {"file": directory / "slab"}
     with owning(with_disk(directory, **more)) as store:
         put_all(store, store)
-        down = below(store)  # At least: the owner goes on making room.
+        lower = in_lower_tier(store)  # At least: the owner goes on making room.
     with owning(with_disk(directory, **more)) as store:
-        assert below(store)[down].all()
-        assert not below(store).all(), "the file keeps what is in memory"
+        assert in_lower_tier(store)[lower].all()
+        assert not in_lower_tier(store).all(), "the file keeps what is in memory"
         assert get(store) == [Got.RIGHT] * N
 
 
@@ -167,7 +181,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
     with owning(with_disk(directory)) as store:
         put_all(store, store)
         until(lambda: rests(store), "nobody writes the disk")
-        down = below(store)
+        lower = in_lower_tier(store)
         monkeypatch.setattr(Disk, "remove", later)
         if whole:
             store.clear(SIG)
@@ -177,9 +191,9 @@ def test_what_was_removed_stays_removed_after_a_kill(
         go_on.set()
         until(lambda: owner_of(store)._removed.stones.is_empty, "all is wiped")
     with owning(with_disk(directory, disk=copy)) as store:
-        found = below(store)
+        found = in_lower_tier(store)
         assert not found[:50].any()
-        assert found[50:].tolist() == ([False] * 50 if whole else down[50:].tolist())
+        assert found[50:].tolist() == ([False] * 50 if whole else lower[50:].tolist())
         assert not (copy / "removed").read_bytes()
 
 
@@ -190,19 +204,19 @@ def test_another_byte_on_the_disk_is_a_miss(lender: Store, reader: Store, direct
         raw = bytearray(path.read_bytes())
         raw[4096 + 5000 :: 53_248] = bytes(b ^ 1 for b in raw[4096 + 5000 :: 53_248])
         path.write_bytes(raw)
-    down = np.flatnonzero(below(reader)).tolist()
-    outcomes = get(reader, down)
+    lower = np.flatnonzero(in_lower_tier(reader)).tolist()
+    outcomes = get(reader, lower)
     assert set(outcomes) <= {Got.RIGHT, Got.MISSING}
     wrong = outcomes.count(Got.MISSING)
     assert wrong > 0
     assert owner_of(lender).stats().tier_corrupted == wrong
-    until(lambda: reader.exists(KEYS[down], SIG, NBYTES).sum() == len(down) - wrong, "news")
+    until(lambda: reader.exists(KEYS[lower], SIG, NBYTES).sum() == len(lower) - wrong, "news")
 
 
 def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> None:
     rows = [
-        *np.flatnonzero(below(reader))[:10].tolist(),
-        *np.flatnonzero(~below(reader))[:5].tolist(),
+        *np.flatnonzero(in_lower_tier(reader))[:10].tolist(),
+        *np.flatnonzero(~in_lower_tier(reader))[:5].tolist(),
     ]
     room = Room(reader, len(rows), NBYTES)
     pieces = room.split(20_000, 30_000)
@@ -222,22 +236,34 @@ def test_one_part_is_promoted_while_another_is_read(
 ) -> None:
     monkeypatch.setattr(promoting, "PART_BYTES", 3 * NBYTES)
     assert get(reader) == [Got.RIGHT] * N
-    down = np.flatnonzero(below(reader))[:10].tolist()
-    lender.remove(KEYS[down[4:6]], SIG)
-    outcomes = get(reader, down)
-    assert [row for row, one in zip(down, outcomes, strict=True) if one is Got.MISSING] == down[4:6]
+    lower = np.flatnonzero(in_lower_tier(reader))[:10].tolist()
+    lender.remove(KEYS[lower[4:6]], SIG)
+    outcomes = get(reader, lower)
+    missing = [row for row, one in zip(lower, outcomes, strict=True) if one is Got.MISSING]
+    assert missing == lower[4:6]
     assert outcomes.count(Got.RIGHT) == 8
 
 
+def test_what_lies_below_comes_where_no_more_threads_can_be_started(
+    lender: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promoting, "PART_BYTES", 3 * NBYTES)
+    lower = np.flatnonzero(in_lower_tier(reader))[:5].tolist()
+    with without_more_threads():
+        assert get(reader, lower) == [Got.RIGHT] * 5
+
+
 def test_a_reader_asks_for_what_has_gone(lender: Store, reader: Store) -> None:
-    down = np.flatnonzero(below(reader))[:3].tolist()
+    lower = np.flatnonzero(in_lower_tier(reader))[:3].tolist()
     with deaf(reader):
-        lender.remove(KEYS[down], SIG)
-        assert below(reader)[down].all(), "it has not heard of it"
-        assert get(reader, down) == [Got.MISSING] * 3
+        lender.remove(KEYS[lower], SIG)
+        assert in_lower_tier(reader)[lower].all(), "it has not heard of it"
+        assert get(reader, lower) == [Got.MISSING] * 3
     handle = reader._owners.handle(reader._owners.usable()[0])
     assert handle is not None
-    assert handle.promote(KEYS[down], SIG, NBYTES, TIMEOUT_S) == [Promoted(PromotionState.GONE)] * 3
+    assert (
+        handle.promote(KEYS[lower], SIG, NBYTES, TIMEOUT_S) == [Promoted(PromotionState.GONE)] * 3
+    )
 
 
 @pytest.mark.slow
@@ -248,17 +274,17 @@ def test_an_owner_that_is_killed_while_it_is_asked(
     with Store(shared(directory, 0)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
-        until(lambda: below(client).sum() > 10, "what leaves")
-        down = np.flatnonzero(below(client)).tolist()
+        until(lambda: in_lower_tier(client).sum() > 10, "what leaves")
+        lower = np.flatnonzero(in_lower_tier(client)).tolist()
         os.kill(process.pid, signal.SIGSTOP)  # It cannot answer any more.
         outcomes: list[Got] = []
-        asking = threading.Thread(target=lambda: outcomes.extend(get(client, down, TIMEOUT_S)))
+        asking = threading.Thread(target=lambda: outcomes.extend(get(client, lower, TIMEOUT_S)))
         asking.start()
         process.kill()
         asking.join(TIMEOUT_S / 2)
         assert not asking.is_alive(), "its death is noticed long before the deadline"
         assert set(outcomes) <= {Got.UNREACHABLE, Got.MISSING}, "the disk is not the cause"
-        assert len(outcomes) == len(down)
+        assert len(outcomes) == len(lower)
 
 
 @pytest.mark.slow
@@ -270,11 +296,11 @@ def test_what_lay_below_an_owner_that_was_killed_is_not_left_below(
     with Store(shared(directory, 0)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
-        until(lambda: below(client).sum() > 10, "what leaves")
-        down = np.flatnonzero(below(client)).tolist()
+        until(lambda: in_lower_tier(client).sum() > 10, "what leaves")
+        lower = np.flatnonzero(in_lower_tier(client)).tolist()
         process.kill()
         process.wait()
-        assert set(get(client, down)) <= {Got.UNREACHABLE, Got.MISSING}
+        assert set(get(client, lower)) <= {Got.UNREACHABLE, Got.MISSING}
 
 
 class _Silent:
@@ -309,7 +335,7 @@ def test_an_owner_that_cannot_be_asked_is_told_apart_from_a_slow_disk(
 
 @pytest.mark.slow
 def test_no_time_to_promotion_is_an_outcome(lender: Store, reader: Store) -> None:
-    down = np.flatnonzero(below(reader))[:2].tolist()
+    lower = np.flatnonzero(in_lower_tier(reader))[:2].tolist()
     tiering = owner_of(lender)._tiering
     assert tiering is not None
     read, begun, end = tiering._tier.read, threading.Event(), threading.Event()
@@ -322,26 +348,28 @@ def test_no_time_to_promotion_is_an_outcome(lender: Store, reader: Store) -> Non
     tiering._tier.read = slow  # type: ignore[method-assign]  # A disk that hangs.
 
     def is_asked() -> bool:
-        assert get(reader, down, 0.2) == [Got.NOT_PROMOTED] * 2
+        assert get(reader, lower, 0.2) == [Got.NOT_PROMOTED] * 2
         return begun.is_set()
 
     until(is_asked, "the disk is asked")
-    assert get(lender, down, 0.2) == [Got.NOT_PROMOTED] * 2, "nor does the owner itself wait longer"
+    assert get(lender, lower, 0.2) == [Got.NOT_PROMOTED] * 2, (
+        "nor does the owner itself wait longer"
+    )
     # A second one waits for the first, until its own deadline.
-    assert get(reader, down[:1], 0.2) == [Got.NOT_PROMOTED]
-    others = np.flatnonzero(below(reader))[2:9].tolist()
+    assert get(reader, lower[:1], 0.2) == [Got.NOT_PROMOTED]
+    others = np.flatnonzero(in_lower_tier(reader))[2:9].tolist()
     for row in others:  # More than may read at once: they take no slots.
         assert get(reader, [row], 0.05) == [Got.NOT_PROMOTED]
     assert len(owner_of(lender)._table.ledger.promoting) <= READS_MAX + 1
     end.set()
     until(lambda: not owner_of(lender)._table.ledger.promoting, "what has come late")
-    assert get(reader, down + others) == [Got.RIGHT] * 9
+    assert get(reader, lower + others) == [Got.RIGHT] * 9
 
 
 def test_readers_of_a_disk_that_is_slow_to_write_lose_no_object(
     lender: Store, reader: Store
 ) -> None:
-    """One wants what lies below, while others read what is to leave for it."""
+    """One wants what is in the lower tier, while others read what is to leave for it."""
     owner = owner_of(lender)
     until(lambda: rests(lender), "what leaves")
     ledger, tiering = owner._table.ledger, owner._tiering
@@ -353,8 +381,8 @@ def test_readers_of_a_disk_that_is_slow_to_write_lose_no_object(
         return write(objects)
 
     tiering._tier.write = slow  # type: ignore[method-assign]
-    down, outcomes = np.flatnonzero(below(reader)).tolist(), list[Got]()
-    promoting = threading.Thread(target=lambda: outcomes.extend(get(reader, down)))
+    lower, outcomes = np.flatnonzero(in_lower_tier(reader)).tolist(), list[Got]()
+    promoting = threading.Thread(target=lambda: outcomes.extend(get(reader, lower)))
     promoting.start()
 
     def is_demoting(count: int) -> bool:
@@ -367,7 +395,7 @@ def test_readers_of_a_disk_that_is_slow_to_write_lose_no_object(
     finally:
         go_on.set()
         promoting.join(TIMEOUT_S)
-    assert outcomes == [Got.RIGHT] * len(down)
+    assert outcomes == [Got.RIGHT] * len(lower)
     assert get(lender) == [Got.RIGHT] * N
     assert owner.stats().dropped == 0
 
@@ -380,7 +408,8 @@ def test_readers_who_push_out_each_others_objects_all_get_them(
     owner, wrong = owner_of(lender), list[Any]()
     with owning(config(directory)) as client:
         until(lambda: client.exists(KEYS, SIG, NBYTES).all(), "announcements")
-        while len(owner._table.ledger) < N:  # What has no copy below yet may be dropped in a hurry.
+        # What has no copy in the lower tier yet may be dropped in a hurry.
+        while len(owner._table.ledger) < N:
             for row in range(N):
                 assert get(client, [row]) == [Got.RIGHT]
 
@@ -440,8 +469,8 @@ def test_a_kill_in_the_middle_of_writes_costs_what_was_being_written(
             until(client._owners.usable, "the owner")
             with putting(client):
                 wanted = 15 * (round_number + 1)
-                until(lambda: below(client).sum() >= wanted, "what leaves")  # noqa: B023
-                known = below(client)
+                until(lambda: in_lower_tier(client).sum() >= wanted, "what leaves")  # noqa: B023
+                known = in_lower_tier(client)
                 process.kill()
                 process.wait(TIMEOUT_S)
         process = start_lending()

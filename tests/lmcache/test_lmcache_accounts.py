@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_makers import key, keys
 
-from kvstore.lmcache.accounts import Accounts, Form
+from kvstore.lmcache.accounts import Accounts, ObjectSpec
 
 pytestmark = pytest.mark.pure
 
-FORM = Form(b"signature.......", 512)
+FORM = ObjectSpec(b"signature.......", 512)
 
 
 def accounts(count: int) -> Accounts:

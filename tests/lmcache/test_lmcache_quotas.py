@@ -125,7 +125,7 @@ def test_what_an_owner_may_have_kept_counts_until_it_is_gone(
         silent.setattr(Store, "remove", lambda *_: [Removed.UNREACHABLE] * N)
         adapter.delete(KEYS)
     assert adapter.get_usage().total_bytes_used == N * NBYTES
-    adapter._store.clear(adapter._books.forms(KEYS)[KEYS[0]].signature)
+    adapter._store.clear(adapter._books.specs(KEYS)[KEYS[0]].signature)
     assert adapter.get_usage().total_bytes_used == 0
     assert not heard.sizes
 
@@ -156,7 +156,7 @@ def test_what_was_evicted_and_is_stored_again_counts_once(
     adapter: StoreL2Adapter, level1: Level1, heard: Heard
 ) -> None:
     store(adapter, KEYS, level1.objects(N, seed=1))
-    adapter._store.clear(adapter._books.forms(KEYS)[KEYS[0]].signature)
+    adapter._store.clear(adapter._books.specs(KEYS)[KEYS[0]].signature)
     store(adapter, KEYS, level1.objects(N, seed=1))
     assert adapter.get_usage().total_bytes_used == N * NBYTES
     assert list(heard.sizes) == KEYS

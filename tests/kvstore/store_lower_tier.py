@@ -41,8 +41,8 @@ def has_room(owner: Owner) -> bool:
 
 
 def rests(store: Store) -> bool:
-    """Its owner has nothing on its way below, and will not before somebody stores or reads. The
-    store knows where everything lies: the owner tells it after a change, not with it."""
+    """Its owner demotes nothing, and will not before somebody stores or reads. The store knows
+    where everything lies: the owner tells it after a change, not with it."""
     owner = owner_of(store)
     table, low = owner._table, owner._config.free_low
     with owner._lock:
@@ -67,8 +67,8 @@ def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
     client.deregister(room.region)
 
 
-def below(store: Store) -> np.ndarray:
-    """Which objects a store believes to lie below."""
+def in_lower_tier(store: Store) -> np.ndarray:
+    """Which objects a store believes to lie in the lower tier."""
     places = store._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))
     found: np.ndarray = (places["found"] == Found.HERE) & (places["slot"] == LOWER_TIER)
     return found
