@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -55,9 +55,14 @@ READY_S = 300.0
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """That the next one is free, too, for the prefill server."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            with suppress(OSError, OverflowError):  # Another's, or above the last one.
+                other.bind(("127.0.0.1", port + 1))
+                return port
 
 
 # --- the servers ---
@@ -114,7 +119,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> float:
     begun_s = time.perf_counter()
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{url}/generate", data=body, headers=headers) as response:
-        response.raise_for_status()
+        if response.status != 200:
+            raise RuntimeError(f"{url}: status {response.status}: {await response.text()}")
         first = await response.content.readany()
         first_s = time.perf_counter() - begun_s
         rest = await response.content.read()

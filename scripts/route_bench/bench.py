@@ -2,7 +2,7 @@
 """A run: the servers, their routers, and the loads, which each way gets in turn.
 
 All ways but the one with the store have the same prefill servers, and all have the same decode
-server. Caches are emptied before each turn, and prompts are new in each round, as the store keeps
+servers. Caches are emptied before each turn, and prompts are new in each round, as the store keeps
 what it has.
 """
 
@@ -84,11 +84,14 @@ class Bench:
             self._prefill["ours+store"] = [
                 self._prefill_server(stored, f"prefill-store-{n}") for n in range(options.prefill)
             ]
-        self._decode = fleet.server("decode", plain)
+        self._decode = [
+            fleet.server("decode", plain, name=f"decode-{n}") for n in range(options.decode)
+        ]
         self._one = fleet.server("single", plain, name="one server")
         servers = list(dict.fromkeys(one for each in self._prefill.values() for one in each))
-        with Step(f"starting {len(servers) + 2} servers") as step:
-            wait_ready([*servers, self._decode, self._one], tick=step.tick)
+        servers += [*self._decode, self._one]
+        with Step(f"starting {len(servers)} servers") as step:
+            wait_ready(servers, tick=step.tick)
         told = json.dumps({"directory": str(directory)})
         self._routers = {
             way: fleet.router(
@@ -180,7 +183,7 @@ class Bench:
 
     def _turn(self, name: str, load: Load, way: Way, number: int) -> Turn:
         servers, router = self._prefill[way], self._routers[way]
-        for server in (*servers, self._decode):
+        for server in (*servers, *self._decode):
             flush(server)
         if KINDS[way] == "ours":  # It has to hear of it.
             requests.post(f"{router.url}/flush_cache", timeout=TIMEOUT_S).raise_for_status()

@@ -83,11 +83,12 @@ def _run(options: BenchOptions, run_dir: Path) -> int:
         turns, different = Bench(options, fleet, Path(directory) / "s", loads).run()
     found = bars(turns)
     busy = [turn.others_busy for turn in turns]
+    cores = len(os.sched_getaffinity(0))
     print(
         f"Llama of {options.layers} layers, hidden {options.hidden}; {options.prefill} prefill "
-        f"servers, one for decode; {options.requests} requests, {options.rounds} rounds; "
-        f"{len(os.sched_getaffinity(0))} processors, of which others had {median(busy):.0%} before"
-        f" a turn (at most {max(busy):.0%})\n"
+        f"servers, {options.decode} for decode; {options.requests} requests, "
+        f"{options.rounds} rounds; {cores} processors, of which others had {median(busy):.0%} "
+        f"before a turn (at most {max(busy):.0%})\n"
     )
     print(table(turns))
     print()

@@ -31,6 +31,7 @@ class BenchOptions:
     block_tokens: int
     prompt_max: int
     prefill: int
+    decode: int
     #: Prompts of each load whose tokens are compared with those of one ordinary server.
     compared: int
     layers: int
@@ -56,9 +57,10 @@ def _build_parser() -> Parser:
     parser = Parser(
         "scripts/route-bench",
         "Times to first token and cache hits of real SGLang servers on the CPU, several for "
-        "prefill and one for decode, behind SGLang's mini-lb, its router in Rust (cache_aware), "
-        "and this project's router without and with the store: the same load, one way after the "
-        "other, in rounds. Loads are requests of recorded traces, made smaller and faster.",
+        "prefill and one or more for decode, behind SGLang's mini-lb, its router in Rust "
+        "(cache_aware), and this project's router without and with the store: the same load, one "
+        "way after the other, in rounds. Loads are requests of recorded traces, made smaller and "
+        "faster.",
     )
     add = parser.add_argument
     add(
@@ -82,6 +84,7 @@ def _build_parser() -> Parser:
         ("--block-tokens", 32, "tokens for a block of 512 of the trace"),
         ("--prompt-max", 3072, "tokens of the longest prompt; longer ones are cut"),
         ("--prefill", 3, "prefill servers"),
+        ("--decode", 1, "decode servers"),
         ("--compared", 16, "prompts that one ordinary server computes, too, for each load"),
         ("--layers", 8, "of the model"),
         ("--hidden", 256, "of the model"),

@@ -46,6 +46,7 @@ from sglang_mooncake.router.metrics import Counts, Known, text
 from sglang_mooncake.router.options import CACHE_AWARE, Options
 from sglang_mooncake.router.placement import PrefillView
 from sglang_mooncake.router.probing import Prober
+from sglang_mooncake.router.proving import only_proved
 from sglang_mooncake.router.querying import Querying
 from sglang_mooncake.router.registered import Registered
 from sglang_mooncake.router.registry_source import RegistrySource
@@ -83,8 +84,9 @@ async def make_app(
     tokens: Tokens | None = None,
 ) -> web.Application:
     """The application in front of ``servers``, for the running loop. What it opens it closes when
-    it is cleaned up. ``keys``: of the deployment's secret, for registries. ``pool``: the store
-    that prefill servers load from. ``tokens``: the model's tokenizer."""
+    it is cleaned up. ``keys``: of the deployment's secret, for registries, and for those who
+    register caches. ``pool``: the store that prefill servers load from. ``tokens``: the model's
+    tokenizer."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         auto_decompress=False,
@@ -129,7 +131,8 @@ async def make_app(
         await forwarder.close()
         await session.close()
 
-    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[_sentences])
+    guards = [only_proved(keys.registry)] if keys else []
+    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[*guards, _sentences])
     app[VIEWS] = routing.views
     app.on_cleanup.append(close)
     app.add_routes([web.post(path, routing.answer) for path in (GENERATE, COMPLETIONS, CHAT)])

@@ -6,13 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Final, TypeVar
 
 from sglang_mooncake.router.servers import Server
 
-__all__ = ["Chooser"]
+__all__ = ["Chooser", "any_of"]
 
+T = TypeVar("T")
 _OF_TWO: Final = 2
+
+
+def any_of(ones: Sequence[T], random: Random) -> T:
+    """One by chance, where there is a choice: the system's chance costs two calls of it."""
+    return random.choice(ones) if len(ones) > 1 else ones[0]
 
 
 class Chooser:

@@ -12,6 +12,7 @@ from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
 from sglang_mooncake.router.cache_view import CacheView, Named
+from sglang_mooncake.router.choice import any_of
 from sglang_mooncake.router.fit import Kin, WorkFit
 from sglang_mooncake.router.servers import Server
 
@@ -81,7 +82,7 @@ def best_decode(tokens: float, candidates: Sequence[DecodeFigures], random: Rand
 
     costs = {at: cost(at) for at in fitting or range(len(candidates))}
     least = min(costs.values())
-    return random.choice([at for at, one in costs.items() if one == least])
+    return any_of([at for at, one in costs.items() if one == least], random)
 
 
 def decode_reason(tokens: float, candidates: Sequence[DecodeFigures], at: int) -> str:

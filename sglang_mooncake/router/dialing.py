@@ -6,12 +6,13 @@ hundreds of connections."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from typing import Any, Final, NamedTuple
 
 from aiohappyeyeballs import start_connection
 
-__all__ = ["ADDRESSES_S", "GONE_S", "NEXT_ADDRESS_S", "Dialer"]
+__all__ = ["ADDRESSES_S", "EXHAUSTED", "GONE_S", "NEXT_ADDRESS_S", "Dialer"]
 
 #: So long the addresses of a name hold. A name of Kubernetes may move to another pod.
 ADDRESSES_S: Final = 10.0
@@ -21,6 +22,9 @@ GONE_S: Final = 20
 PROBE_S: Final = 5
 #: After so long without an answer the next address of the name is tried beside (RFC 8305).
 NEXT_ADDRESS_S: Final = 0.25
+
+#: This process, or its host, has no descriptor or no memory left (socket(2)): no server's fault.
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 Addresses = list[tuple[Any, Any, int, str, Any]]
 """As ``getaddrinfo`` returns them."""

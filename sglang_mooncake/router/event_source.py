@@ -5,6 +5,7 @@ for those again that were missed."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import zmq.asyncio
 from sglang_mooncake.router.addresses import host_of
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.each import one_for_each
-from sglang_mooncake.router.kv_events import NEVER, EventStream, State
+from sglang_mooncake.router.kv_events import NEVER, EventStream, Room, State
 from sglang_mooncake.router.questions import SERVER_INFO, ask, decoded
 from sglang_mooncake.router.registered import REGISTERED_MAX, Cache, Registered
 from sglang_mooncake.router.servers import Role, Server
@@ -35,6 +36,11 @@ HEARTBEAT_MS: Final = 1000
 TICK_S: Final = 0.5
 #: A server repeats its batches with its publisher's next turn, within 0.1 s.
 REPLAY_S: Final = 5.0
+#: What one that is asked may repeat in that time: some times what is kept of a cache. More would be
+#: kept in memory only to be left out, and anybody may be registered as a cache.
+REPLAY_BYTES_MAX: Final = 256 << 20
+#: Of a batch beside its events.
+BATCH_BYTES: Final = 100
 #: Batches that wait in the socket; and the bytes of one.
 WAITING_MAX: Final = 10_000
 MESSAGE_BYTES_MAX: Final = 64 << 20
@@ -180,6 +186,7 @@ class EventSource:
             cache.view,
             _Publisher(one.endpoint, one.replay_endpoint, "", one.block_size),
             lambda: True,
+            self._registered.room,
         )
 
     async def _follow(self, server: Server) -> None:
@@ -242,19 +249,28 @@ class EventSource:
             self._following -= len(views)
 
     async def _subscribed(
-        self, view: CacheView, publisher: _Publisher, is_same: Callable[[], bool]
+        self,
+        view: CacheView,
+        publisher: _Publisher,
+        is_same: Callable[[], bool],
+        room: Room | None = None,
     ) -> None:
+        """``room``: as for ``EventStream``."""
         while is_same():
             try:
-                await self._followed(view, publisher, is_same)
+                with contextlib.closing(EventStream(room)) as stream:
+                    await self._followed(view, stream, publisher, is_same)
             except zmq.ZMQError as error:
                 logger.warning("the KV events of %s cannot be followed: %s", view, error)
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def _followed(
-        self, view: CacheView, publisher: _Publisher, is_same: Callable[[], bool]
+        self,
+        view: CacheView,
+        stream: EventStream,
+        publisher: _Publisher,
+        is_same: Callable[[], bool],
     ) -> None:
-        stream = EventStream()
         socket = self._socket(zmq.SUB)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
@@ -297,8 +313,8 @@ class EventSource:
             if stream.left_out and not has_told:
                 has_told = True
                 logger.warning(
-                    "%s tells of more than %d pages: further ones are left out, and the router also"
-                    " goes by what it has sent there; larger pages (--page-size) would be fewer",
+                    "%s tells of more than the %d pages that there is room for: further ones are"
+                    " left out; larger pages (--page-size) would be fewer",
                     view,
                     len(stream),
                 )
@@ -312,12 +328,18 @@ class EventSource:
                 stream.lose()
             return
         batches: list[tuple[int, bytes]] = []
+        left = REPLAY_BYTES_MAX
         socket = self._socket(zmq.DEALER)
         try:
             socket.connect(replay)
             async with asyncio.timeout(REPLAY_S):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
                 while (batch := _batch(await socket.recv_multipart())) is not None:
+                    left -= BATCH_BYTES + len(batch[1])
+                    if left < 0:
+                        logger.warning("%s repeats more than is read", replay)
+                        batches.clear()  # Not whole.
+                        break
                     batches.append(batch)
         except TimeoutError:
             batches.clear()  # Not whole.

@@ -12,7 +12,7 @@ import aiohttp
 
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import error_in
-from sglang_mooncake.router.upstream import Answer, Broken, Unreachable
+from sglang_mooncake.router.upstream import Answer, Broken, Exhausted, Stale, Unreachable
 
 __all__ = [
     "KINDS",
@@ -34,9 +34,10 @@ NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, UnicodeError)
 ERROR_BYTES_MAX: Final = 64 << 10
 #: These may be another server's to answer better; all others are about the request itself.
 _TRY_AGAIN: Final = frozenset({500, 502, 503, 504})
-#: How a server has failed: no connection could be made, the connection has ended, the time that a
-#: request may take is over, it has answered that it failed.
-Kind: TypeAlias = Literal["unreachable", "broken", "late", "answered"]
+#: How a server has failed: no connection could be made, or not by this router, which has no
+#: descriptor left; one that had been idle has ended as it was used again; the connection has ended;
+#: the time that a request may take is over; it has answered that it failed.
+Kind: TypeAlias = Literal["unreachable", "exhausted", "stale", "broken", "late", "answered"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
@@ -81,10 +82,14 @@ def talking_to(server: Server) -> Iterator[None]:
     """What can go wrong on the way becomes ``Failed``."""
     try:
         yield
+    except Exhausted as error:
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        raise Failed(server, "exhausted", words_of(error), status) from error
     except (Unreachable, UnicodeError) as error:
         raise Failed(server, "unreachable", words_of(error)) from error
     except Broken as error:
-        raise Failed(server, "broken", words_of(error)) from error
+        kind: Kind = "stale" if isinstance(error, Stale) else "broken"
+        raise Failed(server, kind, words_of(error)) from error
 
 
 def late(server: Server) -> Failed:

@@ -9,8 +9,8 @@ fails before can be made again with another pair (`Failed`).
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -68,6 +68,9 @@ class Ask(NamedTuple):
     path: str
     body: Body
     headers: Mapping[str, str]
+    #: Whether it goes over connections that nothing was asked on before, which no server is about
+    #: to close.
+    on_new: bool = False
 
 
 class Course(msgspec.Struct):
@@ -159,7 +162,7 @@ class _Attempt:
         self._course = course
         self._begun_s = forwarder.clock()
         #: The request's name at both servers, if it is ours to give.
-        self._rid = uuid.uuid4().hex if is_single(ask.body) else None
+        self._rid = os.urandom(16).hex() if is_single(ask.body) else None
         body = ask.body
         if self._rid is not None:
             body = {**body, "rid": msgspec.Raw(f'"{self._rid}"'.encode())}
@@ -262,6 +265,8 @@ class _Attempt:
                 if response.status >= HTTPStatus.MULTIPLE_CHOICES:
                     raise await refused(server, response)
                 first = await self._first_bytes(response)
+                if not first:
+                    raise Failed(server, "broken", "its answer is empty")
             except BaseException:
                 response.close()
                 raise
@@ -350,7 +355,9 @@ class _Attempt:
 
     async def _post(self, server: Server) -> Answer:
         ask = self._ask
-        return await self._forwarder.upstream.post(server.url, ask.path, ask.headers, self._raw)
+        return await self._forwarder.upstream.post(
+            server.url, ask.path, ask.headers, self._raw, is_new=ask.on_new
+        )
 
     def _end(self, prefill: asyncio.Task[_Prefilled], is_done: bool) -> None:
         """Leaves nothing behind that still asks."""

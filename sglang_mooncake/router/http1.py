@@ -65,6 +65,11 @@ class AnswerParser:
         self._is_chunked = self._is_trailer = False
         self._trailer_bytes = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it has come."""
+        return self.head is not None or bool(self._buffer)
+
     def take(self, data: bytes) -> bytes:
         """The bytes of the body in ``data``. ``AnswerError``."""
         if self.head is None:

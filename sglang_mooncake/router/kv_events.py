@@ -13,15 +13,18 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from sglang_mooncake.router.known import first_of
+from sglang_mooncake.router.known import first_of, without_gap
 
 __all__ = [
+    "EXTERNAL",
     "NEVER",
+    "PAGES_MAX",
     "SILENCE_S",
     "STATES",
     "AllBlocksCleared",
     "BlockRemoved",
     "EventStream",
+    "Room",
     "State",
 ]
 
@@ -30,10 +33,12 @@ SILENCE_S: Final = 3.0
 #: Prompts that the cache had a page of and events none, one after another, before events are taken
 #: for those of other pages.
 NEVER: Final = 50
-#: As many tokens with pages of one, which is a server's whole GPU memory. 0.4 GB at most.
 PAGES_MAX: Final = 1 << 22
+"""As many tokens with pages of one, which is a server's whole GPU memory. 0.4 GB at most."""
 #: Batches that have come while earlier ones are asked for again.
 HELD_MAX: Final = 10_000
+EXTERNAL: Final = "EXTERNAL"
+"""What SGLang's events call a store beside its servers: the one medium that is no tree."""
 #: The medium of events that name none.
 _GPU: Final = "GPU"
 _MEDIA_MAX: Final = 8
@@ -91,14 +96,24 @@ _BATCH: Final = msgspec.msgpack.Decoder(_Batch)
 _OLD_BATCH: Final = msgspec.msgpack.Decoder(_OldBatch)
 
 
+class Room:
+    """How many pages more may be known, of one stream or of several together."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+
+
 class EventStream:
     """The pages of one cache as its events tell them.
 
     ``take`` gets each batch that is published; ``missing`` then says from which number on batches
-    have to be asked for again, and ``replayed`` gets what was repeated.
+    have to be asked for again, and ``replayed`` gets what was repeated. ``close`` gives its room
+    back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        """``room``: which it shares with others; None: one of its own, for ``PAGES_MAX``."""
+        self._room = Room(PAGES_MAX) if room is None else room
         #: By name, which media have the page, a bit for each.
         self._pages: dict[int, int] = {}
         #: Pages that were told of when there was no room for them, since all that was known went.
@@ -115,6 +130,8 @@ class EventStream:
         self._is_silent = False
         #: Prompts of which the cache had a page and events none, since one that they had.
         self._unfound = 0
+        #: Whether there was one that they had.
+        self._has_found = False
         self.batches = 0
         #: Gaps, and those of which batches were lost for ever.
         self.gaps = self.losses = 0
@@ -143,16 +160,22 @@ class EventStream:
         """Time since the last batch; None if there was none."""
         return None if self._heard_s is None else now_s - self._heard_s
 
-    def expect(self, since_s: float, now_s: float) -> None:
+    def expect(self, since_s: float, now_s: float, page: int | None = None) -> None:
         """Since then the server has computed pages that its cache did not have. An event of them
-        has come, or must come soon."""
-        if (self._heard_s is None or self._heard_s < since_s) and self._due_s is None:
+        has come, or must come soon. ``page`` is the name of one of them: once events have named
+        pages as they were expected to, those of other prompts do not count for it."""
+        if page is None or not self._has_found or self.left_out:
+            has_come = self._heard_s is not None and self._heard_s >= since_s
+        else:
+            has_come = page in self._pages
+        if not has_come and self._due_s is None:
             self._due_s = now_s + SILENCE_S
 
     def found(self, is_known: bool) -> None:
         """The server had a beginning of a prompt in its cache, a page at least: whether events had
         named it as the prompt was sent."""
         self._unfound = 0 if is_known else self._unfound + 1
+        self._has_found = self._has_found or is_known
 
     def take(self, number: int, payload: bytes, now_s: float) -> None:
         """A batch was published. A number that is not above the last one is that of a new process;
@@ -192,14 +215,22 @@ class EventStream:
         """The cache is that of a new process."""
         self._forget()
         self._held.clear()
-        self._next, self._last, self._unfound = 0, -1, 0
+        self._next, self._last, self._unfound, self._has_found = 0, -1, 0, False
+
+    def close(self) -> None:
+        """Nothing of the cache is known any more. Idempotent."""
+        self._forget()
 
     def first_of(self, names: Sequence[int]) -> int:
-        """How many of ``names``, from the first on, the cache has without a gap."""
-        return first_of(self._pages, names)
+        """How many of ``names``, from the first on, the cache has."""
+        find = without_gap if EXTERNAL in self._media else first_of
+        return find(self._pages, names)
 
     def by_medium(self, names: Sequence[int]) -> dict[str, int]:
-        """The same on each medium that events have named."""
+        """The same of each medium that events have named. One of several need not be a tree: what a
+        host has was moved there from the ends of the GPU's."""
+        if len(self._media) == 1:
+            return dict.fromkeys(self._media, self.first_of(names))
         counts = {}
         for medium, number in self._media.items():
             bit = 1 << number
@@ -227,17 +258,21 @@ class EventStream:
                     self._forget()
 
     def _forget(self) -> None:
+        self._room.pages += len(self._pages)
         self._pages.clear()
         self.left_out = 0
 
     def _stored(self, event: _Stored) -> None:
         """Where there is no room the new ones are left out: the first to be told of are those that
         most prompts begin with."""
-        pages, bit = self._pages, self._bit(event.medium)
+        pages, room, bit = self._pages, self._room, self._bit(event.medium)
         for name in event.block_hashes:
             media = pages.get(name, 0)
-            if media or len(pages) < PAGES_MAX:
+            if media:
                 pages[name] = media | bit
+            elif room.pages > 0:
+                pages[name] = bit
+                room.pages -= 1
             else:
                 self.left_out += 1
 
@@ -247,8 +282,8 @@ class EventStream:
             left = self._pages.get(name, 0) & ~bit
             if left:
                 self._pages[name] = left
-            else:
-                self._pages.pop(name, None)
+            elif self._pages.pop(name, 0):
+                self._room.pages += 1
 
     def _bit(self, medium: str | None) -> int:
         name = medium or _GPU

@@ -41,8 +41,8 @@ class Looker:
 
     @property
     def takes_time(self) -> bool:
-        """Whether ``look`` makes tokens of text, in a time that others notice where it is long. It
-        may be called in another thread then."""
+        """Whether ``look`` makes tokens of text, which others notice where it is not short. It may
+        be called in another thread."""
         return self._tokens_of is not None
 
     def look(self, body: Body, path: str) -> Look:

@@ -57,7 +57,9 @@ METRICS: Final = (
         "counter",
         ("role", "kind"),
         "Attempts that failed before the client was told anything, by the server that failed and "
-        "how: unreachable, broken, late, or answered with an error.",
+        "how: unreachable, exhausted (this router had no descriptor left to connect to it), stale "
+        "(it closed a connection that had been idle as it was used again), broken, late, or "
+        "answered with an error.",
     ),
     Metric("retries_total", "counter", (), "Requests that were tried a second time."),
     Metric(

@@ -171,7 +171,8 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     add(
         "--secret-file",
         metavar="PATH",
-        help="the deployment's secret, where registries or the store ask for it",
+        help="the deployment's secret: for registries and the store, where they ask for it; those"
+        " who register caches have to prove it then",
     )
     add("--api-key", metavar="KEY", help="for servers, where a client brings no key of its own")
 
@@ -310,8 +311,6 @@ def options_of(parsed: argparse.Namespace) -> Options:
         raise OptionsError(
             f"{missing} is missing: name at least one server of each kind, or a --registry"
         )
-    if parsed.secret_file is not None and not registries and parsed.store is None:
-        raise OptionsError("--secret-file is for registries and the store: name one of them")
     _once([*(url for url, _ in prefill), *decode])
     if parsed.tenant_header is not None and parsed.max_concurrent_requests in (None, -1):
         raise OptionsError(

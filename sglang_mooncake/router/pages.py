@@ -71,11 +71,8 @@ def own_names(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[
     """Of the same pages as ``token_digests``; by these prompts are told apart within this process:
     a chain of Python's hashes, of bytes (SipHash), whose key nobody outside knows, and of pairs."""
     raw, step, name = _bytes_of(tokens), 4 * page_size, hash(seed)
-    names = []
-    for at in range(0, named_pages(len(raw) // 4, page_size) * step, step):
-        name = hash((name, raw[at : at + step]))
-        names.append(name)
-    return names
+    end = named_pages(len(raw) // 4, page_size) * step
+    return [name := hash((name, raw[at : at + step])) for at in range(0, end, step)]
 
 
 def _bytes_of(tokens: Sequence[int]) -> bytes:

@@ -8,7 +8,6 @@ prompt, where its cache does not have it. How long that takes is fitted from wha
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from random import Random
@@ -18,11 +17,15 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from sglang_mooncake.router.cache_view import CacheView
-from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit
+from sglang_mooncake.router.choice import any_of
+from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit, pairs_of
 from sglang_mooncake.router.known import KnownPages, first_of
+from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.pages import named_pages, names_of, token_digests
+from sglang_mooncake.router.prefill_queue import Batch, Batches, Queue, Spent
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import Told
+from sglang_mooncake.router.sharing import Host
 
 __all__ = [
     "REASONS",
@@ -37,7 +40,6 @@ __all__ = [
     "best",
     "expect",
     "late_s",
-    "left_s",
     "place",
 ]
 
@@ -46,12 +48,12 @@ TIE: Final = 0.02
 #: What computing a prompt costs those behind it, in times what it takes, where all servers are
 #: busy: a place that computes less of it may be expected later.
 WORK_WEIGHT: Final = 1.0
-#: For what part of the time by which a server is late it is expected to be late still.
-LATE_AGAIN: Final = 0.5
 #: Of so many last requests the errors of the expectation are kept, once the router has learnt from
 #: so many of all servers: before, they say how far its first figures are off.
 ERRORS_KEPT: Final = 256
 LEARNT: Final = 100
+#: Once it has learnt from so many, an error tells of the host, and not of the first figures.
+SOUND: Final = 16
 #: Some tens of MB for each server.
 PAGES_MAX: Final = 1 << 18
 #: Why a server was chosen: it was the only one; its cache has more of the prompt than others'; that
@@ -157,6 +159,10 @@ class Figures(NamedTuple):
     #: Tokens behind those that it can load from a store, and what each takes.
     load_tokens: float = 0.0
     load_token_s: float = 0.0
+    #: How many times as long all of this takes as it would if no other server were at work.
+    slowdown: float = 1.0
+    #: What each pair takes of a token that is computed and one before it.
+    pair_s: float = 0.0
 
 
 class Expected(NamedTuple):
@@ -172,17 +178,11 @@ def expect(tokens: float, figures: Figures) -> Expected:
     """For a prompt of so many tokens. What would take longer to load is computed."""
     missing = max(0.0, tokens - figures.hit_tokens)
     loaded = min(figures.load_tokens, missing) if figures.load_token_s < figures.token_s else 0.0
-    computed_s = (missing - loaded) * figures.token_s
+    computed = missing - loaded
+    pairs = pairs_of(computed, tokens - computed)
+    computed_s = computed * figures.token_s + pairs * figures.pair_s
     work_s = figures.fixed_s + computed_s + loaded * figures.load_token_s
     return Expected(figures.queue_s + work_s, work_s, loaded)
-
-
-def left_s(expected_s: float, passed_s: float) -> float:
-    """What is left of work that was expected to take so long, and has not ended after the time that
-    has passed. What is late stays late for half as long again: a server that is stuck is not taken
-    for one that is free."""
-    late_s = passed_s - expected_s
-    return LATE_AGAIN * late_s if late_s > 0.0 else -late_s
 
 
 def late_s(tokens: float, figures: Figures, limit_s: float | None) -> float:
@@ -208,13 +208,26 @@ def best(
     limit = min(costs[at] for at in in_time) * (1 + TIE)
     ties = [at for at in in_time if costs[at] <= limit]
     fewest = min(candidates[at].under_way for at in ties)
-    return random.choice([at for at in ties if candidates[at].under_way == fewest])
+    return any_of([at for at in ties if candidates[at].under_way == fewest], random)
 
 
 class Placed:
     """A prompt that a server has been sent."""
 
-    __slots__ = ("expected", "hit_tokens", "is_begun", "load_tokens", "look", "sent_s", "view")
+    __slots__ = (
+        "alone_s",
+        "expected",
+        "fixed_s",
+        "hit_tokens",
+        "host_s",
+        "is_begun",
+        "level",
+        "load_tokens",
+        "look",
+        "remembered",
+        "sent_s",
+        "view",
+    )
 
     def __init__(
         self,
@@ -225,8 +238,11 @@ class Placed:
     ) -> None:
         self.view, self.look, self.sent_s = view, look, sent_s
         self.expected = expect(look.tokens, figures)
+        self.alone_s = self.expected.work_s / figures.slowdown
+        self.fixed_s = figures.fixed_s / figures.slowdown
+        self.host_s, self.level = 0.0, view.level
         self.hit_tokens, self.load_tokens = figures.hit_tokens, figures.load_tokens
-        self.is_begun = view.is_begun(look)
+        self.is_begun, self.remembered = view.is_begun(look), view.remembered(look)
 
 
 class ViewCounts(msgspec.Struct):
@@ -254,37 +270,49 @@ class PrefillView(CacheView):
         pool: Pool | None = None,
         kin: Kin | None = None,
         *,
+        host: Host | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """``pool``: a store that the server loads from; ``kin``: of all servers. ``rank``: which of
-        the server's ``ranks`` it is."""
+        """``pool``: a store that the server loads from; ``kin``: of all servers; ``host``: its own.
+        ``rank``: which of the server's ``ranks`` it is."""
         super().__init__(server, rank, ranks)
         self.server: Final = server
         self.counts = ViewCounts()
         self.fit, self.load_fit = WorkFit(kin), LoadFit()
         self._pool = pool
         self._sent = KnownPages(PAGES_MAX)
+        #: Prompts of which it had nothing in its cache, though some of it was sent before, one
+        #: after another.
+        self._unfound = 0
         #: By name, how many prompts of the queue have the page.
         self._queued: Counter[int] = Counter()
         self._ills = server.counts.ills
-        self._queue: deque[Placed] = deque()
-        #: When the server has ended the one before the first of the queue.
-        self._ended_s = -math.inf
+        self._host = Host() if host is None else host
+        self._queue, self._batches = Queue(self._host), Batches()
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
 
     def figures(self, look: Look, now_s: float) -> Figures:
         """For one prompt."""
         self._forget_former()
         hit_tokens = min(look.cached_max, self._hit_tokens(look, now_s))
-        fit, under_way = self.fit, len(self._queue)
+        self._learn_batch(self._batches.take(now_s))
+        times, slowdown = self.fit.times, self._host.slowdown(self._queue.others)
         loads, load_s = 0.0, 0.0
         if self._pool is not None and self.page_size:
             stored = min(look.cached_max, look.stored_tokens(self._pool, self.page_size))
             loads = max(0.0, stored - hit_tokens)
-            load_s = self.load_fit.token_s(fit.token_s)
+            load_s = self.load_fit.token_s(times.token_s)
         return Figures(
-            self.queue_s(now_s), fit.fixed_s, fit.token_s, hit_tokens, under_way, loads, load_s
+            self._queue.left_s(now_s, slowdown),
+            times.fixed_s * slowdown,
+            times.token_s * slowdown,
+            hit_tokens,
+            len(self._queue),
+            loads,
+            load_s * slowdown,
+            slowdown,
+            times.pair_s * slowdown,
         )
 
     def _hit_tokens(self, look: Look, now_s: float) -> float:
@@ -292,36 +320,40 @@ class PrefillView(CacheView):
         all that it told of is known."""
         stored = self.told_tokens(look, now_s)
         if stored is None:
-            return self._sent.first_of(look.names) * look.page_tokens
-        is_partial = self._events is not None and self._events.left_out > 0
-        sent = self._sent.first_of(look.names) if is_partial else first_of(self._queued, look.names)
-        return max(stored, sent * look.page_tokens)
+            return 0.0 if self.is_vain else self.remembered(look)
+        if self._events is not None and self._events.left_out > 0:
+            return max(stored, self.remembered(look))
+        return max(stored, first_of(self._queued, look.names) * look.page_tokens)
+
+    def remembered(self, look: Look) -> float:
+        """How many tokens of its beginning the server was sent before."""
+        return self._sent.first_of(look.names) * look.page_tokens
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether it has nothing in its cache of what it was sent before."""
+        return self._unfound >= NEVER
 
     def queue_s(self, now_s: float) -> float:
-        """What is left of the work that it has been sent. A server computes the prompts together
-        that were there when it began, and then the others."""
-        if not self._queue:
-            return 0.0
-        begun_s = max(self._queue[0].sent_s, self._ended_s)
-        whole_s = together_s = 0.0
-        for one in self._queue:
-            whole_s += one.expected.work_s
-            if one.sent_s <= begun_s:
-                together_s += one.expected.work_s
-        return whole_s - together_s + left_s(together_s, now_s - begun_s)
+        """What is left of the work that it has been sent."""
+        return self._queue.left_s(now_s, self._host.slowdown(self._queue.others))
+
+    @property
+    def level(self) -> float:
+        """``Host.level`` of its host."""
+        return self._host.level
 
     def send(self, look: Look, figures: Figures, now_s: float) -> Placed:
         """The server is sent the prompt."""
         placed = Placed(self, look, figures, now_s)
-        self._queue.append(placed)
+        self._queue.send(placed, now_s)
         self._queued.update(look.names)
         self._sent.add(look.names)
         return placed
 
     def ended(self, placed: Placed, now_s: float, told: Told | None) -> None:
         """Its prefill has ended; ``told`` by the server, None if it has failed."""
-        begun_s = max(placed.sent_s, self._ended_s)
-        self._queue.remove(placed)
+        spent = self._queue.end(placed, now_s)
         queued = self._queued
         for name in placed.look.names:
             left = queued[name] - 1
@@ -329,41 +361,61 @@ class PrefillView(CacheView):
                 queued[name] = left
             else:
                 dict.__delitem__(queued, name)  # Counter's own looks whether the name is there.
-        self._ended_s = now_s
         if told is not None:
-            self._learn(placed, told, now_s, begun_s)
+            self._learn(placed, told, now_s, spent)
 
-    def _learn(self, placed: Placed, told: Told, now_s: float, begun_s: float) -> None:
+    def _learn(self, placed: Placed, told: Told, now_s: float, spent: Spent) -> None:
         took_s = now_s - placed.sent_s
         self.counts.expected_s += placed.expected.first_s
         self.counts.measured_s += took_s
         if took_s > 0.0 and self.fit.learnt >= LEARNT:
             self._errors.append(abs(placed.expected.first_s - took_s) / took_s)
+        if self.fit.learnt >= SOUND:
+            self._host.measured(placed.expected.first_s, took_s, placed.level)
+        self.fit.counted()
         tokens, hits = placed.look.tokens, placed.hit_tokens
         if told.prompt_tokens is not None:
             tokens = told.prompt_tokens
         if told.cached_tokens is not None:
-            if self._events is not None and self._is_news(placed.look, told, int(tokens)):
-                self._events.expect(placed.sent_s, now_s)
             self._compare(placed, told.cached_tokens, told.count)
+            if self._events is not None and self._is_news(placed.look, told, int(tokens)):
+                page = self._first_computed(placed, told)
+                self._events.expect(placed.sent_s, now_s, page)
             self.counts.expected_hits += hits
             # The page of the last token is computed, too.
             self.counts.missed += told.cached_tokens < hits - placed.look.page_tokens
             loaded = self._loaded(placed, told.cached_tokens)
             hits = told.cached_tokens
             if loaded:
-                rest_s = now_s - begun_s - self.fit.work_s(max(0.0, tokens - hits))
+                alone_s = spent.own_s / self._host.slowdown(spent.others)
+                rest_s = alone_s - self.fit.work_s(*_work(tokens, hits))
                 self.load_fit.learn(loaded, rest_s)
                 return
-        self.fit.learn(max(0.0, tokens - hits), now_s - begun_s)
+        self._learn_batch(self._batches.add(*_work(tokens, hits), spent, now_s))
+
+    def _learn_batch(self, batch: Batch | None) -> None:
+        """From prompts that were computed together."""
+        if batch is None:
+            return
+        others, own_s = batch.spent.others, batch.spent.own_s
+        alone_s = own_s / self._host.slowdown(others)
+        if self.fit.learnt >= SOUND:
+            self._host.learn(others, own_s, self.fit.work_s(batch.tokens, batch.pairs))
+        self.fit.learn(batch.tokens, alone_s, batch.pairs)
 
     def _compare(self, placed: Placed, cached_tokens: int, count: int) -> None:
-        """Whether events have named what the cache had. What came out of the store, or is of
-        another prompt of a batch, says nothing of them."""
-        is_known = placed.is_begun
-        if self._events is None or is_known is None or count > 1:
+        """Whether the cache had what was sent there before, and events have named what it had. What
+        came out of the store, or is of another prompt of a batch, says nothing of either."""
+        if count > 1 or (placed.load_tokens and not placed.is_begun):
             return
-        if is_known or (cached_tokens >= self._event_page and not placed.load_tokens):
+        if cached_tokens:
+            self._unfound = 0
+        elif placed.remembered > self.page_size and not placed.look.is_limited:
+            self._unfound += 1
+        is_known = placed.is_begun
+        if self._events is None or is_known is None:
+            return
+        if is_known or cached_tokens >= self._event_page:
             self._events.found(is_known)
 
     def _loaded(self, placed: Placed, cached_tokens: int) -> float:
@@ -383,6 +435,15 @@ class PrefillView(CacheView):
         have computed so many."""
         computed = tokens - told.count - (told.cached_tokens or 0)
         return not look.is_limited and computed >= self._event_page * told.count
+
+    def _first_computed(self, placed: Placed, told: Told) -> int | None:
+        """The name in events of the first page that the cache did not have; None where that cannot
+        be told, or the page was expected there."""
+        names, hits = placed.look.event_names(self._event_page), told.cached_tokens or 0
+        at = hits // self._event_page
+        if not names or told.count > 1 or at >= len(names) or hits < placed.hit_tokens:
+            return None
+        return names[at]
 
     def forget(self) -> None:
         """Its cache is empty. Where events come, they tell."""
@@ -408,6 +469,12 @@ class Choice(NamedTuple):
     figures: Figures
     reason: str
     late_s: float
+
+
+def _work(tokens: float, hits: float) -> tuple[float, float]:
+    """Tokens that are computed of a prompt, and their pairs."""
+    computed = max(0.0, tokens - hits)
+    return computed, pairs_of(computed, hits)
 
 
 def place(

@@ -11,9 +11,11 @@ from typing import Final
 
 import aiohttp
 
+from sglang_mooncake.router.dialing import EXHAUSTED
 from sglang_mooncake.router.each import TICK_S, one_for_each
 from sglang_mooncake.router.failing import NO_ANSWER
 from sglang_mooncake.router.options import Options
+from sglang_mooncake.router.patience import within
 from sglang_mooncake.router.routing import note_answer, note_failure
 from sglang_mooncake.router.servers import Server, Servers
 from sglang_mooncake.router.upstream import Upstream
@@ -23,6 +25,10 @@ __all__ = ["GIVE_UP_S", "Prober"]
 #: A server that has answered nothing at all for so long, and is ill for that, stands still. What it
 #: computes in one step is shorter, also on a CPU.
 GIVE_UP_S: Final = 30.0
+
+
+#: The time is looked at here.
+_OURS: Final = aiohttp.ClientTimeout()
 
 
 class Prober:
@@ -39,7 +45,6 @@ class Prober:
         """``upstream``: connections for requests, which a server that stands still leaves open."""
         self._session, self._servers, self._options = session, servers, options
         self._upstream, self._clock = upstream, clock
-        self._timeout = aiohttp.ClientTimeout(total=options.health_timeout_s)
 
     async def run(self) -> None:
         """Never returns."""
@@ -55,11 +60,11 @@ class Prober:
         most = self._options.health_failures
         url = f"{server.url}/health"
         try:
-            async with self._session.get(
-                url, timeout=self._timeout, allow_redirects=False
-            ) as response:
-                status = response.status
-        except (aiohttp.ClientConnectorError, UnicodeError) as error:
+            status = await within(self._options.health_timeout_s, self._status(url))
+        except aiohttp.ClientConnectorError as error:
+            if error.os_error.errno not in EXHAUSTED:
+                note_failure(server, str(error), self._clock(), 1)
+        except UnicodeError as error:
             note_failure(server, str(error), self._clock(), 1)
         except NO_ANSWER as error:
             note_failure(server, str(error) or "no answer", self._clock(), most)
@@ -71,3 +76,7 @@ class Prober:
             else:
                 # It says so itself: it is starting or ending, or its scheduler does not answer it.
                 note_failure(server, f"GET /health: status {status}", self._clock(), 1)
+
+    async def _status(self, url: str) -> int:
+        async with self._session.get(url, timeout=_OURS, allow_redirects=False) as response:
+            return response.status

@@ -22,6 +22,7 @@ __all__ = ["Prompt", "cached_max", "prompt_of"]
 Prompt: TypeAlias = "str | tuple[int, ...] | None"
 
 _IDS: Final = msgspec.json.Decoder(tuple[int, ...])
+_TEXTS_OR_IDS: Final = msgspec.json.Decoder(str | list[str | list[int]])
 
 
 class _Message(msgspec.Struct):
@@ -91,7 +92,7 @@ def _parts_text(content: object) -> str | None:
 
 def _first_of(body: Mapping[str, msgspec.Raw], name: str) -> Prompt:
     try:
-        value = msgspec.json.decode(body[name], type=str | list[str | list[int]])
+        value = _TEXTS_OR_IDS.decode(body[name])
     except msgspec.DecodeError:
         return None
     if isinstance(value, str):

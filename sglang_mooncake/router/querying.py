@@ -17,20 +17,26 @@ import msgspec
 from aiohttp import web
 
 from sglang_mooncake.router.cache_view import CacheView
+from sglang_mooncake.router.kv_events import EXTERNAL
 from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of, token_digests
 from sglang_mooncake.router.placement import Pool, PrefillView
-from sglang_mooncake.router.registered import TENANT, Registered, Registration, Unregistration
+from sglang_mooncake.router.registered import (
+    REGISTER,
+    TENANT,
+    UNREGISTER,
+    Registered,
+    Registration,
+    Unregistration,
+)
 from sglang_mooncake.router.routing import whole
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import RequestError
 
-__all__ = ["EXTERNAL", "Asked", "HashQuery", "Querying", "TokenQuery", "matches"]
+__all__ = ["Asked", "HashQuery", "Querying", "TokenQuery", "matches"]
 
 #: Media that are there in every answer, and how SGLang's events call one of them.
 _MEDIA: Final = ("GPU", "CPU", "DISK")
 _RENAMED: Final = {"CPU_PINNED": "CPU"}
-EXTERNAL: Final = "EXTERNAL"
-"""What SGLang's events call a store beside its servers."""
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -171,8 +177,8 @@ class Querying:
         return [
             web.post("/query", self.by_tokens),
             web.post("/query_by_hash", self.by_names),
-            web.post("/register", self.register),
-            web.post("/unregister", self.unregister),
+            web.post(REGISTER, self.register),
+            web.post(UNREGISTER, self.unregister),
         ]
 
     async def by_tokens(self, request: web.Request) -> web.Response:

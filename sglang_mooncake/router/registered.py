@@ -12,11 +12,23 @@ from typing import Final, NamedTuple
 import msgspec
 
 from sglang_mooncake.router.cache_view import CacheView
+from sglang_mooncake.router.kv_events import PAGES_MAX, Room
 from sglang_mooncake.router.sglang_http import RequestError
 
-__all__ = ["REGISTERED_MAX", "TENANT", "Cache", "Registered", "Registration", "Unregistration"]
+__all__ = [
+    "REGISTER",
+    "REGISTERED_MAX",
+    "TENANT",
+    "UNREGISTER",
+    "Cache",
+    "Registered",
+    "Registration",
+    "Unregistration",
+]
 
-#: Whoever reaches the router may register.
+REGISTER: Final = "/register"
+UNREGISTER: Final = "/unregister"
+#: Where the router has no secret, whoever reaches it may register.
 REGISTERED_MAX: Final = 1024
 TENANT: Final = "default"
 """Of caches and questions that name none, and of the router's own servers."""
@@ -77,9 +89,12 @@ class Cache:
 class Registered:
     """Those that there are."""
 
-    def __init__(self, caches_max: int = REGISTERED_MAX) -> None:
-        """So many at most."""
-        self._caches_max = caches_max
+    def __init__(self, caches_max: int = REGISTERED_MAX, pages_max: int = PAGES_MAX) -> None:
+        """So many at most, and so many pages of all of them: else each could take as much memory as
+        one of the router's servers."""
+        self._caches_max, self._pages_max = caches_max, pages_max
+        #: For what their streams tell.
+        self.room: Final = Room(pages_max)
         self._caches: dict[_Key, Cache] = {}
 
     def all(self) -> Collection[Cache]:
@@ -103,6 +118,12 @@ class Registered:
             )
         if one.block_size < 1 or one.dp_rank < 0:
             raise RequestError("block_size must be positive, and dp_rank not negative")
+        if one.key not in self._caches and self.room.pages <= 0:
+            raise RequestError(
+                f"the caches that are registered have told of {self._pages_max} pages, and the"
+                " router keeps no more of all of them together: unregister some, or give their"
+                " servers larger pages (--page-size)"
+            )
         if one.key not in self._caches and len(self._caches) >= self._caches_max:
             raise RequestError(
                 f"{self._caches_max} caches are registered already, and the router follows no more:"

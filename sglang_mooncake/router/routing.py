@@ -18,6 +18,7 @@ from aiohttp import web
 
 from bootstrap_server.admission.refusals import Pace
 from bootstrap_server.decoding import excerpt
+from sglang_mooncake.router.addresses import place_of
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.decode_servers import DecodeChoice, DecodeServers
@@ -26,6 +27,7 @@ from sglang_mooncake.router.fit import Kin
 from sglang_mooncake.router.forwarding import Ask, Course, Forwarder, Pair
 from sglang_mooncake.router.gate import Gate, TurnedAway
 from sglang_mooncake.router.headers import request_headers
+from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.looking import Looker, Tokens
 from sglang_mooncake.router.metrics import Counts
 from sglang_mooncake.router.options import CACHE_AWARE, Options
@@ -41,6 +43,7 @@ from sglang_mooncake.router.sglang_http import (
     priority_of,
     room_for,
 )
+from sglang_mooncake.router.sharing import Host
 
 __all__ = ["Routing", "error_response", "note_answer", "note_failure", "whole"]
 
@@ -53,10 +56,17 @@ BODY_S: Final = 120.0
 #: A server that has just started is known to be well after the next probe of one that is ill.
 WELL_SOON_S: Final = 2.0
 LOOK_AGAIN_S: Final = 0.1
-#: Tokens of a longer request, which take a millisecond or more, are made beside the loop.
+#: Tokens of a longer request, which take a millisecond or more, are made beside the loop; and names
+#: of pages of one that has its tokens.
 LONG_TEXT_BYTES: Final = 8 << 10
+LONG_IDS_BYTES: Final = 128 << 10
 #: Failed requests that are logged one by one before their rate is bounded.
 LINES_AT_ONCE: Final = 16
+_VAIN: Final = (
+    "%s had nothing in its cache of the last %d prompts whose beginning it had been sent before: it"
+    " keeps none (--disable-radix-cache), or one that is too small; it counts as empty until it has"
+    " something"
+)
 #: The content of an error answer that the router gives by itself.
 _KIND: Final = "router_error"
 
@@ -81,6 +91,8 @@ class Routing:
         self._options, self._servers, self._forwarder = options, servers, forwarder
         self._counts, self._random, self._clock = counts, random, clock
         self._kin = Kin()
+        #: By host, what its servers have to do with each other.
+        self._hosts: dict[str, Host] = {}
         #: Of each prefill server's DP ranks.
         self._views: dict[Server, tuple[PrefillView, ...]] = {}
         self.decode = DecodeServers(options.decode_policy, options.tbt_max_s, random)
@@ -99,7 +111,9 @@ class Routing:
         """To a request that a prefill and a decode server answer together."""
         if self.gate is not None and self._counts.under_way >= self.gate.all_max:
             self._counts.ended["refused"] += 1
-            return error_response(HTTPStatus.TOO_MANY_REQUESTS, self.gate.no_room)
+            return error_response(
+                HTTPStatus.TOO_MANY_REQUESTS, self.gate.no_room, self.gate.retry_after_s
+            )
         self._counts.under_way += 1
         end = "failed"
         try:
@@ -121,7 +135,7 @@ class Routing:
             raw = await whole(request)
             body = body_of(raw)
             ask = Ask(request.path, body, request_headers(request.headers, self._options.api_key))
-            if self._looker.takes_time and len(raw) > LONG_TEXT_BYTES:
+            if len(raw) > (LONG_TEXT_BYTES if self._looker.takes_time else LONG_IDS_BYTES):
                 look = await asyncio.to_thread(self._look, ask)
             else:
                 look = self._look(ask)
@@ -134,7 +148,8 @@ class Routing:
         try:
             await self.gate.enter(*self._standing(request, body), len(raw))
         except TurnedAway as error:
-            return error_response(HTTPStatus.TOO_MANY_REQUESTS, str(error)), "refused"
+            status = HTTPStatus.TOO_MANY_REQUESTS
+            return error_response(status, str(error), error.retry_after_s), "refused"
         try:
             return await self._served(request, ask, look)
         finally:
@@ -173,6 +188,7 @@ class Routing:
                 # Neither may know yet which of the two is to blame for a failed hand-over.
                 avoided = (*avoided, *chosen.pair)
                 left -= self._counts_as_attempt(error, avoided)
+                ask = ask._replace(on_new=True)
             else:
                 self._learn(chosen, course)
                 return response, "answered" if course.stopped is None else "stopped"
@@ -217,6 +233,11 @@ class Routing:
         self._say(str(failed))
         if failed.kind == "answered":
             server.served()
+            return
+        if failed.kind == "exhausted":
+            return
+        if failed.kind == "stale":
+            server.doubted()
             return
         most = 1 if failed.kind == "unreachable" else self._options.health_failures
         note_failure(server, failed.sentence, self._clock(), most)
@@ -305,7 +326,10 @@ class Routing:
         server, placed = chosen.pair.prefill, chosen.placed
         server.under_way -= 1
         if placed is not None:
+            was_vain = placed.view.is_vain
             placed.view.ended(placed, self._clock(), told)
+            if placed.view.is_vain and not was_vain:
+                logger.warning(_VAIN, placed.view, NEVER)
         if told is not None:
             server.served()
         if told is None or told.prompt_tokens is None:
@@ -336,11 +360,12 @@ class Routing:
         if server in self.decode.views:
             return (self.decode.views[server],)
         if server in self._views and len(self._views[server]) != ranks:
-            self._views[server] = tuple(
-                PrefillView(server, self._pool, self._kin, rank=rank, ranks=ranks)
-                for rank in range(ranks)
-            )
+            self._views[server] = tuple(self._view(server, rank, ranks) for rank in range(ranks))
         return self._views.get(server, ())
+
+    def _view(self, server: Server, rank: int = 0, ranks: int = 1) -> PrefillView:
+        host = self._hosts.setdefault(place_of(server.url).host, Host())
+        return PrefillView(server, self._pool, self._kin, host=host, rank=rank, ranks=ranks)
 
     def servers_changed(self) -> None:
         """Some have joined or left."""
@@ -348,9 +373,11 @@ class Routing:
         for gone in self._views.keys() - set(there):
             del self._views[gone]
         self.decode.changed(self._servers.of("decode"))
+        for host in self._hosts.keys() - {place_of(server.url).host for server in there}:
+            del self._hosts[host]
         for server in there:
             if server not in self._views:
-                self._views[server] = (PrefillView(server, self._pool, self._kin),)
+                self._views[server] = (self._view(server),)
 
     def forget_caches(self) -> None:
         """The servers' caches were flushed."""

@@ -102,11 +102,15 @@ class Server:
         if not self.is_well:
             return False
         if self._failures < failures_max:
-            self._probed_s = None  # It may be gone: it is asked at once.
+            self.doubted()
             return False
         self._ill_since_s = now_s
         self.counts.ills += 1
         return True
+
+    def doubted(self) -> None:
+        """It may be gone: it is asked at once."""
+        self._probed_s = None
 
     def is_to_be_probed(self, now_s: float, interval_s: float) -> bool:
         """Whether its health is to be asked for now, after which it counts as asked."""

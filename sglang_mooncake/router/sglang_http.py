@@ -308,7 +308,7 @@ def index_of(raw: bytes) -> int:
     """Which request of a batch an event of a stream belongs to; 0 without a batch."""
     try:
         return msgspec.json.decode(raw, type=_Index).index
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 0
 
 
@@ -320,16 +320,16 @@ def with_input_logprobs(decoded: bytes, prefilled: bytes) -> bytes:
     try:
         ours = msgspec.json.decode(decoded, type=Body | list[Body])
         theirs = msgspec.json.decode(prefilled, type=Body | list[Body])
-    except msgspec.DecodeError:
-        return decoded
-    if isinstance(ours, list) and isinstance(theirs, list):
-        if len(ours) != len(theirs):
+        if isinstance(ours, list) and isinstance(theirs, list):
+            if len(ours) != len(theirs):
+                return decoded
+            pairs = zip(ours, theirs, strict=True)
+            return _ENCODER.encode([_merged(one, other) for one, other in pairs])
+        if isinstance(ours, list) or isinstance(theirs, list):
             return decoded
-        pairs = zip(ours, theirs, strict=True)
-        return _ENCODER.encode([_merged(one, other) for one, other in pairs])
-    if isinstance(ours, list) or isinstance(theirs, list):
-        return decoded
-    return _ENCODER.encode(_merged(ours, theirs))
+        return _ENCODER.encode(_merged(ours, theirs))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decoded  # What is in them is read here, too.
 
 
 def _merged(ours: Body, theirs: Body) -> Body:

@@ -116,10 +116,10 @@ def _view(view: PrefillView, now_s: float) -> dict[str, Any]:
     return {
         "expected_cached_tokens": round(view.counts.expected_hits),
         "prefixes_missed": view.counts.missed,
+        "memory": "never hits" if view.is_vain else "live",
         "queue_s": view.queue_s(now_s),
-        "fixed_s": view.fit.fixed_s,
-        "token_s": view.fit.token_s,
-        "load_token_s": view.load_fit.token_s(view.fit.token_s),
+        **view.fit.times._asdict(),
+        "load_token_s": view.load_fit.token_s(view.fit.times.token_s),
         "expected_store_tokens": round(view.counts.expected_loads),
         "store_tokens": round(view.counts.loads),
         "median_error": view.median_error,

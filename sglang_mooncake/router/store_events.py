@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.objects.changes import Keys
-from sglang_mooncake.router.kv_events import AllBlocksCleared, BlockRemoved
+from sglang_mooncake.router.kv_events import EXTERNAL, AllBlocksCleared, BlockRemoved
 from sglang_mooncake.router.pages import NAME_BYTES
-from sglang_mooncake.router.querying import EXTERNAL
 
 __all__ = ["PAGES_MAX", "Batch", "StoreEvents"]
 

@@ -145,7 +145,8 @@ class TextTokens:
         if len(text) > TEXT_MAX:
             return None
         # `encode` would keep the interpreter lock until it has ended, and so stop the event loop.
-        (one,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        # The fast one leaves out where in the text each token is, a quarter of the cost.
+        (one,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return tuple(one.ids)
 
     def of(self, body: Body, path: str, text: str) -> tuple[int, ...] | None:

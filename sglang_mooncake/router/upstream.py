@@ -19,15 +19,24 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from sglang_mooncake.router.addresses import host_of, port_of
-from sglang_mooncake.router.dialing import Dialer
+from sglang_mooncake.router.dialing import EXHAUSTED, Dialer
 from sglang_mooncake.router.http1 import AnswerError, AnswerParser, Head, request_head
+from sglang_mooncake.router.patience import within
 
-__all__ = ["CONNECT_S", "KEEPALIVE_S", "Answer", "Broken", "Unreachable", "Upstream"]
+__all__ = [
+    "CONNECT_S",
+    "KEEPALIVE_S",
+    "Answer",
+    "Broken",
+    "Exhausted",
+    "Stale",
+    "Unreachable",
+    "Upstream",
+]
 
 #: A server accepts a connection at once, unless its host is gone.
 CONNECT_S: Final = 5.0
-#: SGLang's servers close a connection on which nothing was asked for 5 s; one that is closed just
-#: as it is used again costs the request its second attempt.
+#: SGLang's servers close a connection on which nothing was asked for 5 s.
 KEEPALIVE_S: Final = 2.0
 #: Of an answer, before its sender is held back.
 WAITING_BYTES_MAX: Final = 256 << 10
@@ -39,8 +48,17 @@ class Unreachable(Exception):
     """No connection could be made: the server has not had the request."""
 
 
+class Exhausted(Unreachable):
+    """The router has no descriptor or memory left for a connection, which is no server's fault."""
+
+
 class Broken(Exception):
     """The connection has ended before the answer has, or has brought what is no answer."""
+
+
+class Stale(Broken):
+    """That was a connection that had been idle, and nothing of an answer has come: most likely the
+    server was about to close it, and has not had the request."""
 
 
 class _Origin(NamedTuple):
@@ -61,16 +79,23 @@ class Upstream:
         self._lines: WeakValueDictionary[_Origin, _Line] = WeakValueDictionary()
         self._tls: ssl.SSLContext | None = None
 
-    async def post(self, url: str, path: str, headers: Mapping[str, str], raw: bytes) -> Answer:
-        """The answer, once its head has come. ``Unreachable``, ``Broken``; ``UnicodeError`` of a
-        host that can be no name. The caller looks at the time."""
+    async def post(
+        self, url: str, path: str, headers: Mapping[str, str], raw: bytes, *, is_new: bool = False
+    ) -> Answer:
+        """The answer, once its head has come. ``is_new``: over a connection that nothing was asked
+        on before. ``Unreachable``, ``Broken``; ``UnicodeError`` of a host that can be no name. The
+        caller looks at the time."""
         origin = _origin_of(url)
         head = request_head(origin.prefix + path, origin.named, headers, len(raw))
-        connection = self._idle_one(origin) or await self._connected(origin)
+        idle = None if is_new else self._idle_one(origin)
+        connection = idle or await self._connected(origin)
         try:
             await connection.ask(head, raw)
-        except BaseException:
+        except BaseException as error:
             connection.abort()
+            if idle is not None and connection.is_unanswered and isinstance(error, Broken):
+                self._end_idle(origin)  # They are as old.
+                raise Stale(str(error)) from error
             raise
         return Answer(self, origin, connection)
 
@@ -86,9 +111,13 @@ class Upstream:
 
     def close(self) -> None:
         """Ends the connections on which nothing is under way."""
-        for connections in self._idle.values():
-            while connections:
-                connections.pop().abort()
+        for origin in self._idle:
+            self._end_idle(origin)
+
+    def _end_idle(self, origin: _Origin) -> None:
+        connections = self._idle.get(origin)
+        while connections:
+            connections.pop().abort()
 
     def keep(self, origin: _Origin, connection: _Connection) -> None:
         """It may be used again."""
@@ -124,24 +153,32 @@ class Upstream:
         return None
 
     async def _connected(self, origin: _Origin) -> _Connection:
-        loop = asyncio.get_running_loop()
+        line = self._lines.setdefault(origin, _Line())
+        connection = _Connection(asyncio.get_running_loop(), line)
+        try:
+            await within(CONNECT_S, self._connect(origin, connection))
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, TimeoutError):
+                raise Unreachable(f"no connection within {CONNECT_S:g} s") from error
+            if isinstance(error, OSError):
+                where = f"{origin.named}: {error.strerror or error}"
+                if error.errno in EXHAUSTED:
+                    raise Exhausted(f"the router cannot connect to {where}") from error
+                raise Unreachable(f"cannot connect to {where}") from error
+            raise
+        return connection
+
+    async def _connect(self, origin: _Origin, connection: _Connection) -> None:
         if origin.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                connected = await self._dialer.connect(origin.host, origin.port)
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(loop, self._lines.setdefault(origin, _Line())),
-                    sock=connected,
-                    ssl=self._tls if origin.is_tls else None,
-                    server_hostname=origin.host if origin.is_tls else None,
-                )
-        except TimeoutError as error:
-            raise Unreachable(f"no connection within {CONNECT_S:g} s") from error
-        except OSError as error:
-            where = f"{origin.named}: {error.strerror or error}"
-            raise Unreachable(f"cannot connect to {where}") from error
-        return connection
+        connected = await self._dialer.connect(origin.host, origin.port)
+        await asyncio.get_running_loop().create_connection(
+            lambda: connection,
+            sock=connected,
+            ssl=self._tls if origin.is_tls else None,
+            server_hostname=origin.host if origin.is_tls else None,
+        )
 
 
 class _Line:
@@ -186,6 +223,8 @@ class _Connection(asyncio.Protocol):
         self._loop, self._line = loop, line
         self._transport: asyncio.Transport
         self._is_lost = False
+        #: Whether it has ended without a byte of the answer.
+        self.is_unanswered = False
         self._rests_since_s = 0.0
         self._asked_s = loop.time()
         self._parser = AnswerParser()
@@ -226,6 +265,7 @@ class _Connection(asyncio.Protocol):
         self._is_lost = True
         self._line.open.discard(self)
         if not (self._is_resting or self._parser.is_over):
+            self.is_unanswered = self._why is None and not self._parser.has_begun
             try:
                 self._parser.end()
             except AnswerError as error:
@@ -310,7 +350,8 @@ class _Connection(asyncio.Protocol):
             self._fail(Broken("it has gone silent, and does not answer for its health"))
 
     def abort(self) -> None:
-        self._transport.abort()
+        if self in self._line.open:  # Else it was not made yet, or has ended.
+            self._transport.abort()
 
     def _fail(self, why: Exception) -> None:
         self._why = why

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from random import Random
@@ -25,7 +26,7 @@ from sglang_mooncake.router.store_source import StoreSource
 
 T = TypeVar("T")
 #: Far beyond what is needed, also on a busy machine.
-BOUND_S = 20.0
+BOUND_S = 60.0
 _NO_KEYS = Keys()
 
 Answer = Callable[["FakeServer", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -41,6 +42,13 @@ async def until(holds: Callable[[], object]) -> None:
     """Returns when it does."""
     while not holds():
         await asyncio.sleep(0.005)
+
+
+def stand_still(seconds: float) -> None:
+    """As the event loop does on a busy machine: nothing that has come is seen meanwhile."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        pass
 
 
 def url_of(host: str, port: int) -> str:

@@ -56,7 +56,7 @@ def test_a_server_that_hangs_has_done_nothing_also_when_it_is_ill_by_then(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped, and goes on later: with its cache, and with its requests."""
-    monkeypatch.setattr(questions, "ANSWER_S", 0.3)
+    monkeypatch.setattr(questions, "ANSWER_S", 1.0)
 
     async def job() -> None:
         async with World(prefill=2) as world:
@@ -131,7 +131,7 @@ def test_a_head_is_asked_of_no_server() -> None:
 def test_a_flush_lasts_as_long_as_the_client_lets_servers_wait(
     timeout: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "ANSWER_S", 0.05)
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
 
     async def job() -> None:
         async with World() as world:
@@ -139,7 +139,7 @@ def test_a_flush_lasts_as_long_as_the_client_lets_servers_wait(
             waiting.is_slow = True
             flushing = asyncio.create_task(world.get(f"/flush_cache?timeout={timeout}", "POST"))
             await until(lambda: waiting.others)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.6)
             waiting.is_slow = False
             assert (await flushing)[0] == status
 

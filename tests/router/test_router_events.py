@@ -21,12 +21,12 @@ from router_world import World, answers, run, token_names, until
 from sglang_mooncake.router import event_source, kv_events, pages, placement, querying
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.event_source import EventSource, StreamsMax, streams_max
-from sglang_mooncake.router.kv_events import NEVER, SILENCE_S, EventStream
+from sglang_mooncake.router.kv_events import NEVER, SILENCE_S, EventStream, Room
 from sglang_mooncake.router.looking import Looker
 from sglang_mooncake.router.pages import LONG_NAMES, names_of, seed_of
 from sglang_mooncake.router.placement import Look, PrefillView
 from sglang_mooncake.router.querying import Asked, HashQuery, TokenQuery, matches
-from sglang_mooncake.router.registered import Registered, Registration
+from sglang_mooncake.router.registered import Registered, Registration, Unregistration
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.serving import allow_open_files
 from sglang_mooncake.router.sglang_http import GENERATE, Told, body_of
@@ -72,6 +72,17 @@ def test_a_page_is_there_until_no_medium_has_it() -> None:
     assert has(stream, 1) == [True]
     stream.take(1, batch(removed(1, **on_host), removed(7)), 0.0)
     assert has(stream, 1) == [False]
+
+
+def test_a_page_that_is_told_of_stands_for_those_before_it_but_in_a_store() -> None:
+    """A server's cache drops no page that others follow: what was missed there has been told."""
+    stream = EventStream()
+    stream.take(0, batch(stored(3, 4)), 0.0)
+    assert stream.first_of([1, 2, 3, 4, 5]) == 4
+    assert stream.by_medium([1, 2, 3, 4, 5]) == {"GPU": 4}
+    stream.take(1, batch(stored(1, medium="EXTERNAL")), 0.0)
+    assert stream.first_of([1, 2, 3, 4, 5]) == 1
+    assert stream.by_medium([1, 2, 3, 4, 5]) == {"GPU": 0, "EXTERNAL": 1}
 
 
 def test_events_of_older_releases_are_arrays() -> None:
@@ -206,6 +217,30 @@ def test_an_event_is_due_where_a_page_is_new_for_certain(
     assert stream.state(3.0 + SILENCE_S) == state
 
 
+def test_an_event_of_another_prompt_does_not_hide_that_none_has_come() -> None:
+    view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
+    view.follow(stream, PAGE)
+    stream.take(0, batch(stored(1)), 0.0)
+    batches = iter(range(1, 10))
+
+    def computed(begin: int, at_s: float, *told: Event, cached: int = 0) -> str:
+        """From then on; 1 s later there is an event, and after one more the answer."""
+        prompt = look(range(begin, begin + 17))
+        placed = view.send(prompt, view.figures(prompt, at_s), at_s)
+        stream.take(next(batches), batch(*told), at_s + 1)
+        view.ended(placed, at_s + 2, Told(17, cached))
+        return stream.state(at_s + 2 + SILENCE_S)
+
+    other = stored(2)
+    assert computed(0, 10.0, other) == "live", "its pages may have other names in events"
+    assert computed(0, 20.0, stored(*token_names(range(17), PAGE)[:1])) == "live"
+    assert computed(0, 30.0, other, cached=PAGE) == "silent", "its second page was not told"
+    assert computed(100, 40.0, stored(*token_names(range(100, 117), PAGE))) == "live"
+    assert computed(200, 50.0, other) == "silent"
+    stream.take(next(batches), batch(other), 60.0)
+    assert stream.state(60.0) == "live"
+
+
 def test_a_servers_events_are_believed_while_they_come() -> None:
     view, stream = PrefillView(Server("prefill", "http://a:1")), EventStream()
     prompt = look(range(16))
@@ -265,6 +300,24 @@ def test_of_more_pages_than_are_kept_the_first_ones_stay(monkeypatch: pytest.Mon
     assert (len(stream), stream.left_out) == (4, 6), "a page that is there takes no room"
     stream.take(2, batch(CLEARED, stored(*names[:2])), 3.0)
     assert view.figures(other, 3.0).hit_tokens == 0, "all that it tells of is known again"
+
+
+def test_streams_that_share_room_give_it_back() -> None:
+    room = Room(3)
+    one, other = EventStream(room), EventStream(room)
+    one.take(0, batch(stored(1, 2)), 0.0)
+    other.take(0, batch(stored(1, 2)), 0.0)
+    assert (len(one), len(other), other.left_out, room.pages) == (2, 1, 1, 0)
+    one.take(1, batch(stored(1, medium="DISK"), removed(1), removed(2), removed(7)), 1.0)
+    assert (len(one), room.pages) == (1, 1), "a page that the disk has is still known"
+    other.take(1, batch(stored(2, 3)), 1.0)
+    assert (other.left_out, room.pages) == (2, 0)
+    other.take(0, batch(stored(9)), 2.0)
+    assert (len(other), room.pages) == (1, 1), "a new process begins with nothing"
+    for _ in range(2):
+        one.close()
+        other.close()
+    assert room.pages == 3
 
 
 def test_events_that_name_nothing_of_what_a_cache_has_are_not_believed() -> None:
@@ -537,6 +590,34 @@ def test_a_stream_that_is_cut_is_noticed_and_what_was_missed_is_counted(
     run(job())
 
 
+def test_of_what_is_repeated_there_is_an_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who repeats more counts as one who repeats nothing, and is followed from then on."""
+    monkeypatch.setattr(event_source, "REPLAY_BYTES_MAX", 1000)
+
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        repeating = asyncio.create_task(publisher.repeat())
+        try:
+            for name in range(100):
+                await publisher.publish(stored(name), is_lost=True)
+            world = World(prefill=1, prefill_policy="cache_aware")
+            world.prefill[0].info = publisher.described()
+            async with world:
+                stream = await followed(world, 0)
+                await until(lambda: "repeats more than is read" in caplog.text)
+                assert len(stream) == 0
+                await heard(publisher, stream)
+                await until(lambda: len(stream) == 1)
+        finally:
+            repeating.cancel()
+            context.destroy(linger=0)
+
+    run(job())
+
+
 def test_a_decode_servers_cache_is_followed_where_it_has_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,14 +713,14 @@ def test_it_is_said_once_that_a_cache_has_more_pages_than_are_kept(
                     await publisher.publish(stored(left_out, 10 + left_out, 20 + left_out))
                     await until(lambda most=left_out: stream.left_out >= most)
                 assert stream.state(0.0) == "live"
-                await until(lambda: "more than 2 pages" in caplog.text)
+                await until(lambda: "more than the 2 pages" in caplog.text)
                 _, text = await world.get("/v1/router")
                 assert '"pages_left_out": 5' in text
         finally:
             context.destroy(linger=0)
 
     run(job())
-    assert caplog.text.count("more than 2 pages") == 1
+    assert caplog.text.count("more than the 2 pages") == 1
 
 
 def test_a_registered_cache_is_answered_for_while_its_publisher_is_there() -> None:
@@ -676,6 +757,36 @@ def test_a_registered_cache_is_answered_for_while_its_publisher_is_there() -> No
             repeating.cancel()
             await asyncio.gather(repeating, return_exceptions=True)
             context.destroy(linger=0)
+
+    run(job())
+
+
+def test_registered_caches_share_room_and_give_it_back() -> None:
+    async def job() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        known = Registered(pages_max=2)
+        told = {"instance_id": "a", "block_size": PAGE}
+        where = {"endpoint": f"tcp://127.0.0.1:{publisher.port}"}
+        known.add(msgspec.convert({**told, **where}, Registration))
+        (cache,) = known.all()
+        clock = asyncio.get_running_loop().time
+        async with aiohttp.ClientSession() as session:
+            most = StreamsMax(0, 1)
+            source = EventSource(session, tuple, lambda *_: (), known, {}, most, clock)
+            following = asyncio.create_task(source.run())
+            await until(lambda: cache.view.events is not None)
+            stream = cache.view.events
+            assert stream is not None
+            await heard(publisher, stream)
+            await publisher.publish(stored(2, 3))
+            await until(lambda: stream.left_out)
+            assert (len(stream), known.room.pages) == (2, 0)
+            known.remove(msgspec.convert(told, Unregistration))
+            await until(lambda: known.room.pages == 2)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        context.destroy(linger=0)
 
     run(job())
 

@@ -48,6 +48,19 @@ def test_who_registers_anew_is_followed_anew() -> None:
         known.add(registration(instance_id="b"))
 
 
+def test_no_more_are_registered_when_their_pages_take_all_the_room() -> None:
+    known = Registered(pages_max=2)
+    known.add(registration())
+    known.room.pages -= 2
+    with pytest.raises(RequestError, match="have told of 2 pages"):
+        known.add(registration(instance_id="b"))
+    known.add(registration(endpoint="tcp://10.0.0.2:5557"))
+    assert len(known.all()) == 1, "who registers anew gives his room back"
+    known.room.pages += 1
+    known.add(registration(instance_id="b"))
+    assert len(known.all()) == 2
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -166,6 +167,28 @@ def test_a_registry_that_is_killed_or_begins_anew_ends_no_server(
                 await asyncio.to_thread(register, again, *world.prefill, *world.decode)
                 while (await told(world))["servers"] != 2:
                     await asyncio.sleep(0.01)
+
+    run(job())
+
+
+def test_a_registry_that_stands_still_ends_no_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port takes connections, as that of a process that was stopped, and nobody answers."""
+    monkeypatch.setattr(registry_source, "SILENT_S", 0.1)
+
+    async def job() -> None:
+        with ExitStack() as undo:
+            registry = undo.enter_context(BootstrapServer("127.0.0.1", 0, lease_s=1000.0))
+            port = registry.port
+            async with World(are_named=False, registries=(f"127.0.0.1:{port}",)) as world:
+                await asyncio.to_thread(register, registry, *world.prefill, *world.decode)
+                await until(lambda: len(world.servers.all()) == 2)
+                registry.close()
+                with socket.create_server(("127.0.0.1", port)):
+                    await until(lambda: "does not answer, so the router goes on" in caplog.text)
+                    assert (await world.ask(text="a"))[0] == 200
+                    assert "timed out" in (await told(world))["why"]
 
     run(job())
 

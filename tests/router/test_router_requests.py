@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import io
+import os
 import tracemalloc
 from asyncio import StreamReader as Reader
 from asyncio import StreamWriter as Writer
@@ -20,6 +22,7 @@ from router_world import (
     FakeServer,
     World,
     answers,
+    answers_at_once,
     as_event,
     begin_stream,
     begins_and_hangs,
@@ -30,7 +33,7 @@ from router_world import (
     until,
 )
 
-from sglang_mooncake.router import each, forwarding, gate, probing, routing
+from sglang_mooncake.router import dialing, each, forwarding, gate, placement, probing, routing
 
 
 @pytest.fixture
@@ -128,6 +131,9 @@ def with_logprobs(*numbers: int, **more: object) -> dict[str, object]:
         ),
         ([with_logprobs(1)], [with_logprobs(2), with_logprobs(3)], None),
         ({"meta_info": {}}, with_logprobs(3), with_logprobs(3)),
+        ({"meta_info": None}, with_logprobs(3), None),
+        (with_logprobs(3), {"meta_info": [7]}, None),
+        ({"meta_info": {"input_token_logprobs": "none"}}, with_logprobs(3), None),
     ],
 )
 def test_the_prompts_logprobs_are_the_prefill_servers(
@@ -140,6 +146,30 @@ def test_the_prompts_logprobs_are_the_prefill_servers(
             world.prefill[0].answer = answers(prefill)
             world.decode[0].answer = answers(decode)
             assert await world.ask(text="a", **LOGPROBS) == (200, merged or decode)
+
+    run(job())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_anything_in_it_costs_a_second_attempt(stream: bool) -> None:
+    """The client was told nothing, and would take it for an answer."""
+
+    async def empty(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        return await begin_stream(request) if body.get("stream") else web.Response()
+
+    async def job() -> None:
+        async with World() as world:
+            world.decode[0].script = [empty]
+            status, told = await world.ask(text="a", stream=stream)
+            assert status == 200
+            assert told
+            assert len(world.decode[0].asked) == 2
+            world.decode[0].answer = empty
+            status, told = await world.ask(text="a", stream=stream)
+            assert status == 502
+            assert "its answer is empty" in told["error"]["message"]
 
     run(job())
 
@@ -261,6 +291,38 @@ def test_a_request_is_tried_twice_and_no_more() -> None:
     run(job())
 
 
+def test_connections_that_servers_close_as_they_are_used_again_cost_no_request() -> None:
+    """Servers end what has been idle for some seconds; the router may not have seen that yet."""
+    used = set[Any]()
+
+    async def on_new_ones(
+        server: FakeServer, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        if request.protocol in used:
+            return await hangs_up(server, request, body)
+        used.add(request.protocol)
+        return await answers_at_once(server, request, body)
+
+    async def job() -> None:
+        async with World() as world:
+            for server in (world.prefill[0], world.decode[0]):
+                server.answer = on_new_ones
+            for number in (4, 3):  # On connections of their own, and on those again.
+                answers = await asyncio.gather(*(world.ask() for _ in range(number)))
+                assert {status for status, _ in answers} == {200}
+                await world.idle()
+            servers = world.prefill[0], world.decode[0]
+            assert [world.known(server).counts.ills for server in servers] == [0, 0]
+            # Such a server may have gone, too.
+            await until(lambda: any(server.probes > 1 for server in servers))
+            assert (
+                'attempts_failed_total{role="decode",kind="stale"} 0'
+                not in (await world.get("/metrics"))[1]
+            )
+
+    run(job())
+
+
 def test_a_request_that_failed_is_kept_from_both_servers_of_the_pair() -> None:
     """A decode server may be the first to tell that the prefill server is gone."""
 
@@ -341,7 +403,7 @@ def test_an_answer_that_begins_although_the_prefill_server_failed_is_passed_on_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its time is not cut to what the decode server had to say why."""
-    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", 0.3)
+    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", 1.0)
 
     async def slowly(
         server: FakeServer, request: web.Request, body: dict[str, Any]
@@ -350,7 +412,7 @@ def test_an_answer_that_begins_although_the_prefill_server_failed_is_passed_on_w
         response = await begin_stream(request)
         for token in (100, 101):
             await response.write(as_event({"output_ids": [token]}))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.6)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -596,6 +658,34 @@ def test_servers_are_asked_for_their_health_whatever_happens(
     run(job())
 
 
+def test_no_server_is_ill_because_the_router_has_no_descriptor_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by a request nor by a question for its health."""
+    error, asked = OSError(errno.EMFILE, os.strerror(errno.EMFILE)), list[object]()
+
+    async def cannot(self: object, *_: object) -> Any:
+        asked.append(self)
+        if isinstance(self, probing.Prober):
+            key: Any = None
+            raise aiohttp.ClientConnectorError(key, error)
+        raise error
+
+    async def job() -> None:
+        async with World(health_interval_s=0.05) as world:
+            with monkeypatch.context() as changed:
+                changed.setattr(dialing.Dialer, "connect", cannot)
+                status, answer = await world.ask(text="a")
+                assert status == 503
+                assert "the router cannot connect" in answer["error"]["message"]
+                changed.setattr(probing.Prober, "_status", cannot)
+                await until(lambda: sum(isinstance(one, probing.Prober) for one in asked) > 5)
+                assert all(one.is_well for one in world.servers.all())
+            assert (await world.ask(text="a"))[0] == 200
+
+    run(job())
+
+
 def test_no_more_requests_are_taken_than_may_be_under_way() -> None:
     async def job() -> None:
         async with World(max_requests=1) as world:
@@ -739,7 +829,7 @@ def test_a_long_request_is_sent_in_pieces() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_late_server_ends_the_request(role: str) -> None:
     async def job() -> None:
-        async with World(request_timeout_s=0.1) as world:
+        async with World(request_timeout_s=1.0) as world:
             world.decode[0].answer = never_answers
             if role == "prefill":
                 world.prefill[0].answer = never_answers
@@ -747,7 +837,8 @@ def test_a_late_server_ends_the_request(role: str) -> None:
             assert status == 504
             assert f"{role} server http" in answer["error"]["message"]
             assert "--request-timeout-secs" in answer["error"]["message"]
-            assert len(world.decode[0].asked) == 1
+            # The time may be over before it is asked, on a busy machine.
+            assert len(world.decode[0].asked) <= 1
             await world.idle()
 
     run(job())
@@ -766,7 +857,7 @@ def test_a_prefill_server_that_ends_no_answer_is_the_late_one(leaves: bool) -> N
         return response
 
     async def job() -> None:
-        async with World(request_timeout_s=60.0 if leaves else 0.2, retries=0) as world:
+        async with World(request_timeout_s=60.0 if leaves else 1.0, retries=0) as world:
             world.prefill[0].answer, world.decode[0].answer = never_answers, begins
             asked = asyncio.create_task(world.ask(text="a", stream=True, **LOGPROBS))
             await until(lambda: world.decode[0].asked)
@@ -891,3 +982,22 @@ def test_prompts_that_begin_alike_go_to_one_server_until_its_cache_is_flushed() 
             assert 'sglang_mooncake_router_choices_total{reason="load"} 2' in text.splitlines()
 
     run(job())
+
+
+def test_it_is_said_once_that_a_server_has_nothing_of_what_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(placement, "NEVER", 2)
+
+    async def job() -> None:
+        async with World(prefill_policy="cache_aware") as world:
+            told = answers({"meta_info": {"prompt_tokens": 320, "cached_tokens": 0}})
+            world.prefill[0].answer = told
+            for _ in range(5):
+                await world.ask(input_ids=list(range(320)))
+                await world.idle()
+            _, text = await world.get("/v1/router")
+            assert '"memory": "never hits"' in text
+
+    run(job())
+    assert caplog.text.count("whose beginning it had been sent before") == 1

@@ -167,6 +167,54 @@ def test_one_that_waits_too_long_is_turned_away() -> None:
         with pytest.raises(TurnedAway, match=r"has waited 0\.01 s .*--queue-timeout-secs"):
             await gate.enter("a", 0, 1.0)
         assert gate.waiting == 0
+        assert (gate.waited, gate.retry_after_s) == (0, 1)
+
+    run(job())
+
+
+def test_who_is_turned_away_is_told_how_long_others_waited() -> None:
+    async def job() -> None:
+        now_s = [0.0]
+        gate = Gate(1, 1, 60.0, lambda: now_s[0])
+        await gate.enter("a", 0, 1.0)
+        assert gate.retry_after_s == 1, "nobody has waited yet"
+        for waited_s in (9.2, 5.0):
+            next_one = asyncio.create_task(gate.enter("a", 0, 1.0))
+            await until(lambda: gate.waiting == 1)
+            now_s[0] += waited_s
+            gate.leave()
+            await next_one
+        waiting = asyncio.create_task(gate.enter("a", 0, 1.0))
+        await until(lambda: gate.waiting == 1)
+        with pytest.raises(TurnedAway) as refused:
+            await gate.enter("a", 0, 1.0)
+        assert refused.value.retry_after_s == 8, "7.1 s on average"
+        gate.leave()
+        await waiting
+
+    run(job())
+
+
+@pytest.mark.parametrize("queue_size", [0, 1])
+def test_a_client_that_is_turned_away_is_told_when_to_come_again(
+    queue_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "retry_after_s", 7)
+
+    async def job() -> None:
+        async with World(max_requests=1, queue_size=queue_size) as world:
+            world.decode[0].script = [never_answers]
+            others = [asyncio.create_task(world.ask(text="a"))]
+            await until(lambda: world.decode[0].asked)
+            for _ in range(queue_size):
+                others.append(asyncio.create_task(world.ask(text="a")))
+                while "waiting_requests 1" not in (await world.get("/metrics"))[1]:
+                    await asyncio.sleep(0.005)
+            async with world.client.post(f"{world.url}/generate", json={"text": "a"}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "7")
+            for one in others:
+                one.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     run(job())
 

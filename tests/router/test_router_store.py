@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -187,23 +188,28 @@ def view_with(pool: Pool) -> PrefillView:
     return view
 
 
+NOW_S = itertools.count(0.0, 100.0)
+
+
 def answered(view: PrefillView, prompt: Look, took_s: float, cached: int) -> None:
-    figures = view.figures(prompt, 0.0)
-    view.ended(view.send(prompt, figures, 0.0), took_s, Told(int(prompt.tokens), cached))
-    view._ended_s = -1.0
+    """Long after all that was before."""
+    now_s = next(NOW_S)
+    figures = view.figures(prompt, now_s)
+    placed = view.send(prompt, figures, now_s)
+    view.ended(placed, now_s + took_s, Told(int(prompt.tokens), cached))
 
 
 def test_what_is_loaded_is_not_computed_and_its_time_is_measured() -> None:
     pool = Pool(5)
     view = view_with(pool)
     tokens = len(PROMPT)
-    figures = view.figures(look(PROMPT), 0.0)
+    figures = view.figures(look(PROMPT), next(NOW_S))
     assert (figures.hit_tokens, figures.load_tokens) == (0, 5 * PAGE)
     assert figures.load_token_s == pytest.approx(1e-4, rel=0.1)
     computed_s = (tokens - 5 * PAGE) * 1e-3
     for _ in range(200):  # Loading takes half of what computing takes.
         answered(view, look(PROMPT), computed_s + 5 * PAGE * 5e-4, 5 * PAGE)
-    figures = view.figures(look(PROMPT), 0.0)
+    figures = view.figures(look(PROMPT), next(NOW_S))
     assert figures.load_token_s == pytest.approx(5e-4, rel=0.1)
     assert expect(tokens, figures).work_s == pytest.approx(0.12, rel=0.05)
     assert pool.said == [(5 * PAGE, 5 * PAGE)] * 200
@@ -217,12 +223,12 @@ def test_a_store_that_is_slower_than_computing_is_still_measured() -> None:
     view = view_with(Pool(5))
     for took_s in [1.0] * 100 + [0.081] * 1000:
         answered(view, look(PROMPT), took_s, 5 * PAGE)
-    assert view.figures(look(PROMPT), 0.0).load_token_s < 1e-3
+    assert view.figures(look(PROMPT), next(NOW_S)).load_token_s < 1e-3
 
 
 def test_a_server_that_has_told_no_page_size_loads_nothing() -> None:
     view = PrefillView(Server("prefill", "http://p:1"), Pool(5))
-    assert view.figures(look(PROMPT), 0.0).load_tokens == 0
+    assert view.figures(look(PROMPT), next(NOW_S)).load_tokens == 0
 
 
 def test_a_prompt_goes_elsewhere_when_loading_is_sooner_than_waiting() -> None:
@@ -230,10 +236,11 @@ def test_a_prompt_goes_elsewhere_when_loading_is_sooner_than_waiting() -> None:
     free, warm = view_with(pool), view_with(pool)
     prompt = Look([1] * 10, PAGE, len(PROMPT), prompt=PROMPT)
     answered(warm, prompt, 0.01, 0)
+    now_s = next(NOW_S)
     for _ in "ab":
         other = Look((), PAGE, 1000)
-        warm.send(other, warm.figures(other, 0.0), 0.0)
-    choice = place(prompt, [free, warm], 0.0, Random(1))
+        warm.send(other, warm.figures(other, now_s), now_s)
+    choice = place(prompt, [free, warm], now_s, Random(1))
     assert (choice.view, choice.reason) == (free, "queue")
 
 
@@ -265,7 +272,7 @@ def test_requests_are_served_though_the_stores_owner_is_killed(
     monkeypatch.setattr(store_source, "LOOK_S", 0.02)
     monkeypatch.setattr(store_source, "SILENT_S", 0.1)
     monkeypatch.setattr("sglang_mooncake.router.event_source.ASK_AGAIN_S", 0.02)
-    settings = json.dumps({"directory": str(directory), "owner": "host", "memory": "1GiB"})
+    settings = json.dumps({"directory": str(directory), "memory": "1GiB"})
 
     async def job(source: StoreSource, owner: int) -> None:
         async with World(prefill_policy="cache_aware", pool=source) as world:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 from router_world import World, run
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from sglang_mooncake.router import looking, routing
 from sglang_mooncake.router.looking import Looker
-from sglang_mooncake.router.pages import token_digests
+from sglang_mooncake.router.pages import own_names, token_digests
 from sglang_mooncake.router.routing import LONG_TEXT_BYTES
 from sglang_mooncake.router.sglang_http import CHAT, COMPLETIONS, GENERATE, Body, body_of
 from sglang_mooncake.router.tokenizing import TEXT_MAX, TextTokens, load
@@ -68,15 +71,15 @@ def test_other_threads_go_on_while_tokens_are_made(tokens: TextTokens) -> None:
     """Among them the event loop, which has other clients."""
 
     async def steps_meanwhile() -> int:
-        made = asyncio.create_task(asyncio.to_thread(tokens.of_text, "a b " * 50_000))
+        made = asyncio.create_task(asyncio.to_thread(tokens.of_text, "a b " * 250_000))
         steps = 0
         while not made.done():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             steps += 1
         return steps
 
-    # Some 100,000; of a thread that keeps the interpreter lock 500, before it begins.
-    assert asyncio.run(steps_meanwhile()) > 5_000
+    # Some 700; of a thread that keeps the interpreter lock a few, before it begins.
+    assert asyncio.run(steps_meanwhile()) > 20
 
 
 def test_a_text_that_no_model_has_room_for_costs_no_time(tokens: TextTokens) -> None:
@@ -199,6 +202,27 @@ def test_a_text_is_looked_up_as_its_tokens_are(tokens: TextTokens) -> None:
     assert look.digests(16) == same.digests(16) == token_digests(characters(text), 16)
     assert look.tokens == len(text) + 1
     assert Looker().look(body(text=text), GENERATE).digests(16) is None
+
+
+def test_pages_of_a_long_request_are_named_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = list[threading.Thread]()
+
+    def made(tokens: Sequence[int], page: int, seed: bytes = b"") -> list[int]:
+        threads.append(threading.current_thread())
+        return own_names(tokens, page, seed)
+
+    monkeypatch.setattr(looking, "own_names", made)
+    monkeypatch.setattr(routing, "LONG_IDS_BYTES", 1000)
+
+    async def job() -> None:
+        async with World(prefill_policy="cache_aware") as world:
+            for length in (1, 1000):
+                assert (await world.ask(input_ids=[1] * length))[0] == 200
+
+    run(job())
+    assert [one is threading.main_thread() for one in threads] == [True, False]
 
 
 def test_long_texts_are_made_tokens_of_too(tokens: TextTokens) -> None:

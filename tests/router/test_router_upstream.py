@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import subprocess
@@ -14,12 +15,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from router_world import run, until
+from router_world import run, stand_still, until
 
 from sglang_mooncake.router import dialing
 from sglang_mooncake.router import upstream as upstream_module
 from sglang_mooncake.router.dialing import Addresses
-from sglang_mooncake.router.upstream import Answer, Broken, Unreachable, Upstream
+from sglang_mooncake.router.upstream import (
+    Answer,
+    Broken,
+    Exhausted,
+    Stale,
+    Unreachable,
+    Upstream,
+)
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -232,6 +240,72 @@ def test_one_that_was_closed_meanwhile_or_is_idle_for_long_is_not_used(
     run(job())
 
 
+def test_one_that_is_closed_as_it_is_used_again_is_told_from_one_that_breaks() -> None:
+    """The others that rest are as old, and are not used either."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await peer.asked(reader)
+        if peer.connections == 3:
+            return
+        writer.write(SHORT)
+        if await peer.asked(reader) == b"half":
+            writer.write(SHORT[:5])
+
+    peer = Peer(talk)
+
+    async def job() -> None:
+        async with peer:
+            two = [await peer.ask(), await peer.ask()]
+            for answer in two:
+                await whole(answer)
+                answer.release()
+            with pytest.raises(Stale, match="before its answer"):
+                await peer.ask()
+            with pytest.raises(Broken) as broken:  # Its first request was not answered.
+                await peer.ask()
+            assert broken.type is Broken
+            assert peer.connections == 3
+            answer = await peer.ask()
+            await whole(answer)
+            answer.release()
+            with pytest.raises(Broken) as broken:  # The server has begun to answer.
+                await peer.ask(b"half")
+            assert broken.type is Broken
+            assert peer.connections == 4
+
+    run(job())
+
+
+def test_a_router_without_a_descriptor_says_that_it_is_the_one() -> None:
+    async def job() -> None:
+        async with answering(SHORT) as peer:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                with pytest.raises(Exhausted, match=r"the router cannot connect .*open files"):
+                    await peer.ask()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await whole(await peer.ask())
+
+    run(job())
+
+
+def test_a_connection_of_its_own_is_one_that_nothing_was_asked_on() -> None:
+    async def job() -> None:
+        async with answering(SHORT, SHORT) as peer:
+            answer = await peer.ask()
+            await whole(answer)
+            answer.release()
+            url = f"http://127.0.0.1:{peer.port}"
+            (await peer.upstream.post(url, "/generate", {}, b"{}", is_new=True)).close()
+            assert peer.connections == 2
+            (await peer.ask()).close()
+            assert peer.connections == 2
+
+    run(job())
+
+
 def test_bytes_that_nobody_has_asked_for_close_a_connection() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await peer.asked(reader)
@@ -401,6 +475,24 @@ def test_a_server_that_does_not_accept_is_not_waited_for(monkeypatch: pytest.Mon
                 await upstream.post(f"http://127.0.0.1:{port}", "/", {}, b"")
             for one in waiting:
                 one.close()
+
+    run(job())
+
+
+def test_a_server_that_accepts_is_not_given_up_because_the_loop_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A burst of requests keeps it busy for longer than a connection may take to be made."""
+    monkeypatch.setattr(upstream_module, "CONNECT_S", 0.1)
+
+    async def job() -> None:
+        async with answering(SHORT) as peer:
+            asking = asyncio.create_task(peer.ask())
+            loop = asyncio.get_running_loop()
+            for _ in range(4):
+                loop.call_soon(stand_still, 0.15)
+                await asyncio.sleep(0)
+            assert await whole(await asking) == b"ab"
 
     run(job())
 
