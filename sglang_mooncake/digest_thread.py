@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["DigestThread", "Job", "Looks", "Pause"]
+__all__ = ["JOBS_MAX", "DigestThread", "Job", "Looks", "Pause"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,9 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 1e-4, 1e-3
 #: shares: so many times as long nobody looks, up to what a request may wait for that.
 _PAUSE_OF_LOOKS, _PAUSE_OF_LOOKS_MAX_S = 9, 0.02
 _CLOSE_TIMEOUT_S = 5.0
+#: As many as a decode rank has open rooms × sources: beyond that, some are of rooms that are over,
+#: and the thread hangs or is far behind.
+JOBS_MAX = 16_384
 
 
 class Pause(enum.Enum):
@@ -64,22 +67,26 @@ class Looks:
 
 class DigestThread:
     """A piece of each job in turn, in the order in which they came; those for which something is
-    not here yet are looked at beside it. They are bounded by the rooms: of each there is one for
-    each of its peers, and one more where a decode rank has answered that what it has differs."""
+    not here yet are looked at beside it. A room has one for each of its peers, and one more where a
+    decode rank has answered that what it has differs."""
 
     def __init__(self, name: str) -> None:
         # No SimpleQueue: it may wait for ever with a short time-out (see `gpu_events.py`).
         self._new: queue.Queue[Job | None] = queue.Queue()
         self._at_work: deque[Job] = deque()
         self._waiting: list[Job] = []
+        self._places = threading.BoundedSemaphore(JOBS_MAX)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, job: Job) -> None:
-        """Has the job go on until it is over."""
+    def add(self, job: Job) -> str | None:
+        """Has the job go on until it is over; or says why it cannot, as there are too many."""
+        if not self._places.acquire(blocking=False):
+            return f"{JOBS_MAX} digests wait already: the thread that makes them hangs or is behind"
         self._new.put(job)
+        return None
 
     def close(self) -> None:
         """Ends the thread, behind the piece that goes on. Idempotent."""
@@ -96,7 +103,7 @@ class DigestThread:
                 looks.looked(time.monotonic(), spent_s)
             elif self._at_work:
                 job = self._at_work.popleft()
-                pause = _go_on(job)
+                pause = self._go_on(job)
                 if pause is Pause.OTHERS_TURN:
                     self._at_work.append(job)
                 elif pause is Pause.NOT_YET:
@@ -120,7 +127,7 @@ class DigestThread:
         jobs, self._waiting, spent_s = self._waiting, [], 0.0
         for job in jobs:
             began_s = time.thread_time()
-            pause = _go_on(job)
+            pause = self._go_on(job)
             if pause is Pause.NOT_YET:
                 self._waiting.append(job)
                 spent_s += time.thread_time() - began_s
@@ -128,11 +135,13 @@ class DigestThread:
                 self._at_work.append(job)
         return spent_s
 
-
-def _go_on(job: Job) -> Pause | None:
-    """None: it is over."""
-    try:
-        return next(job, None)
-    except Exception:  # its room ends by a deadline, on either side
-        logger.exception("internal error: a digest could not be made")
-        return None
+    def _go_on(self, job: Job) -> Pause | None:
+        """None: it is over."""
+        pause = None
+        try:
+            pause = next(job, None)
+        except Exception:  # its room ends by a deadline, on either side
+            logger.exception("internal error: a digest could not be made")
+        if pause is None:
+            self._places.release()
+        return pause

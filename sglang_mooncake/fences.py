@@ -60,7 +60,7 @@ class Fencer:
         self._changed = threading.Condition()
         self._new: deque[_Job] = deque()  # each is tried once before any other is tried again
         self._due: deque[_Job] = deque()
-        self._late: deque[_Job] = deque()  # until the next `retry`
+        self._unconfirmed: deque[_Job] = deque()  # until the next `retry`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -76,9 +76,9 @@ class Fencer:
     def retry(self) -> None:
         """Has those tried again that were not confirmed."""
         with self._changed:
-            if self._late:
-                self._due += self._late
-                self._late.clear()
+            if self._unconfirmed:
+                self._due += self._unconfirmed
+                self._unconfirmed.clear()
                 self._changed.notify()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Fencer:
             if job.tags:
                 job.tries += 1
                 with self._changed:
-                    self._late.append(job)
+                    self._unconfirmed.append(job)
                 continue
             if job.tries:
                 logger.warning(

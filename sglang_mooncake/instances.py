@@ -267,8 +267,8 @@ class PrefillInstances:
             self._note_refused(address, misfit.sentence, misfit.why, instance)
         elif self._refused.clear(address, instance):
             logger.warning("prefill instance at %s serves this server now", address)
-        awaited = self._returns.get(address)
-        if awaited is not None and awaited.former != instance:
+        returning = self._returns.get(address)
+        if returning is not None and returning.former != instance:
             del self._returns[address]  # else the registry has only not noticed yet
         known = {other: one for other, one in self._known.items() if other != address}
         if len(known) >= KNOWN_MAX:
@@ -308,8 +308,8 @@ class PrefillInstances:
             one.at_work = False
             one.next_s = self._clock() + one.pause_s
             one.pause_s = min(2 * one.pause_s, RETURN_MAX_S)
-            awaited = self._returns.get(address) is one
-            if not awaited or found is None:
+            is_expected = self._returns.get(address) is one
+            if not is_expected or found is None:
                 return
             if found != one.former:
                 self._note_known(address, found, misfit)

@@ -69,7 +69,8 @@ class LandedDigests:
     layout, place, rank: of this rank; the last for sentences.
     landed: the completion record of what was asked for, once all of it is here, else None; raises
         `CompletionDisagrees`.
-    post: hands what has come of a `Compare` to the loop, from the thread; a difference twice.
+    post: hands what has come of a `Compare` to the loop, from the thread or from the loop itself; a
+        difference twice.
     kept: takes the bytes of what differs; None where they are not kept.
     """
 
@@ -93,7 +94,9 @@ class LandedDigests:
     def compare(self, asked: Compare, source: tuple[Layout, Place]) -> None:
         """`post` is called with `Verified`, unless the room ends before. source: what the prefill
         rank has, and where."""
-        self._thread.add(self._compared(asked, source))
+        if full := self._thread.add(self._compared(asked, source)):
+            failure = self._not_compared(asked, te.DigestError(full))
+            self.post(Verified(asked.room, asked.expected.tag, failure))
 
     def close(self) -> None:
         close_all(self._thread, self.digester, self.kept)

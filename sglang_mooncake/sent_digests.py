@@ -43,7 +43,7 @@ class SentDigests:
 
     digester: None of a rank whose rules ask for no digest.
     rank: of this rank, for sentences.
-    post: hands what has come of a `Digest` to the loop, from the thread.
+    post: hands what has come of a `Digest` to the loop, from the thread or from the loop itself.
     kept: takes the bytes of what differs where it arrived; None where they are not kept.
     """
 
@@ -67,10 +67,12 @@ class SentDigests:
 
     def make(self, asked: Digest) -> None:
         """`post` is called with `Digested`."""
-        self._thread.add(self._made(asked))
+        if failure := self._thread.add(self._made(asked)):
+            self.gave_up(asked.room, failure)
+            self.post(Digested(asked.room, asked.peer, None, failure))
 
     def gave_up(self, room: Room, reason: str) -> None:
-        """The room waits no longer for its digests."""
+        """The room does not wait for its digests, or no longer."""
         self._unmade.log(f"no digests of room {room.number}: {reason}", te.DigestError(reason))
 
     def look_again(self, asked: LookAgain, decode_rank: str) -> None:
@@ -82,8 +84,10 @@ class SentDigests:
                 sent = self._lately.take(asked.peer, message)
         except ValueError as error:
             self._unasked.log(self._not_looked(message.room, decode_rank, error), error)
-        else:
-            self._thread.add(self._looked(sent, message, decode_rank))
+            return
+        if failure := self._thread.add(self._looked(sent, message, decode_rank)):
+            full = te.DigestError(failure)
+            self._unmade.log(self._not_looked(message.room, decode_rank, full), full)
 
     def close(self) -> None:
         close_all(self._thread, self.digester, self.kept)

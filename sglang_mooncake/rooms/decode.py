@@ -13,7 +13,6 @@ of its links goes (`LinkDown`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.layout import Verify
@@ -24,6 +23,7 @@ from sglang_mooncake.messages import (
     RoomFailed,
     RoomWait,
 )
+from sglang_mooncake.rooms.decode_deadlines import DecodeDeadlines, overdue
 from sglang_mooncake.rooms.decode_events import (
     Arrived,
     Compare,
@@ -88,22 +88,8 @@ __all__ = [
 ]
 
 
-#: The scheduler may keep a request waiting for free memory much longer than any other deadline
-#: allows; this one only ends what it has forgotten.
-READY_S = 3_600.0
 #: States in which pages may be named. What is named before a room is ready waits for that.
 _NAMEABLE = (RoomState.OPEN, RoomState.COMPUTING, RoomState.READY)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeDeadlines:
-    """`bootstrap_s`: until the prefill ranks are known; `ready_s`: until the scheduler names pages;
-    `waiting_s`: until the prompt is computed (where that is waited for), and until the KV has
-    arrived."""
-
-    bootstrap_s: float
-    waiting_s: float
-    ready_s: float = READY_S
 
 
 class DecodeRooms:
@@ -405,36 +391,11 @@ class DecodeRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for record in self._table:
-            late = _late(record, self._deadlines, self._names, now_s)
-            if late is not None:
-                reason = f"room {record.room.number}: {late}"
+            missed = overdue(record, self._deadlines, self._names, now_s)
+            if missed is not None:
+                reason = f"room {record.room.number}: {missed}"
                 instructions += self._end(record, RoomState.TIMED_OUT, reason)
         return instructions
-
-
-def _late(
-    record: DecodeRoom, deadlines: DecodeDeadlines, names: SettingNames, now_s: float
-) -> str | None:
-    """Which deadline the room has missed; None when it has not."""
-    name: str | None
-    match record.view.state:
-        case RoomState.OPEN:
-            waited_s, limit_s = now_s - record.room.opened_s, deadlines.bootstrap_s
-            what, name = "could not connect to all prefill ranks", names.bootstrap
-        case RoomState.COMPUTING:
-            waited_s, limit_s = now_s - record.since_s, deadlines.waiting_s
-            what, name = "the prefill server did not compute the prompt", names.waiting
-        case RoomState.READY:
-            waited_s, limit_s = now_s - record.since_s, deadlines.ready_s
-            what, name = "the decode server's scheduler allocated no pages for the request", None
-        case RoomState.REQUESTED:
-            waited_s, limit_s = now_s - record.since_s, deadlines.waiting_s
-            what, name = "the KV cache did not arrive", names.waiting
-        case _:
-            return None
-    if waited_s < limit_s:
-        return None
-    return f"{what} within {waited_s:.0f} s" + (f" ({name})" if name else "")
 
 
 def _open_links(record: DecodeRoom) -> list[Instruction]:

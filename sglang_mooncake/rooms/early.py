@@ -99,7 +99,7 @@ class EarlyRooms:
                 abort = RoomAbort(request.room, request.generation, lost)
                 self._keep(Early(peer, abort, now_s))
 
-    def late(self, now_s: float) -> list[tuple[Early, str]]:
+    def overdue(self, now_s: float) -> list[tuple[Early, str]]:
         """Takes out what waited too long, and says why."""
         reason = (
             f"no request with this room reached the prefill server within {self._timeout_s:.0f} s "

@@ -116,7 +116,7 @@ class Requests:
 
     def tick(self, now_s: float) -> list[Instruction]:
         """Refuses those whose rooms did not open in time."""
-        return self._refuse(self._early.late(now_s))
+        return self._refuse(self._early.overdue(now_s))
 
     def _meet(
         self, record: PrefillRoom, peer: str, request: RoomRequest, now_s: float

@@ -14,7 +14,7 @@ from bootstrap_server.admission.secret import new_secret
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.router import options as router_options
-from sglang_mooncake.router import store_events_options
+from sglang_mooncake.router import registering, store_events_options
 from sglang_mooncake.sglang import configuring, explaining, running
 from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return configuring.show_config(parsed)
         case "router":
             return _router(parsed)
+        case "register":
+            return registering.register(parsed)
         case "store-events":
             return _store_events(parsed)
         case "run":
@@ -230,6 +232,10 @@ def _parser() -> argparse.ArgumentParser:
         router_options.DESCRIPTION,
     )
     router_options.add_arguments(router)
+    register = command(
+        "register", "have a router answer for a cache of another server", registering.DESCRIPTION
+    )
+    registering.add_arguments(register)
     store_events = command(
         "store-events",
         "tell other routers what the store has, by KV events",

@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 
 import te
-from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord, instance_name_of
+from bootstrap_server import (
+    BootstrapClient,
+    Rank,
+    RankLease,
+    RankRecord,
+    close_leases,
+    instance_name_of,
+)
 from bootstrap_server.admission.exposure import exposure
 from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
@@ -420,8 +427,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._layerwise.close()
         if self._given_up is not None:
             self._given_up.close()
-        for lease in self._leases:
-            lease.close()
+        close_leases(self._leases)
         for side in (self.prefill_side, self.decode_side):
             if side is not None:
                 side.close()

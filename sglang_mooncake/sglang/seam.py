@@ -98,6 +98,8 @@ _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 _MODEL_CHARS_MAX = 200
+#: Far more than a scheduler has under way: it asks for the state of each in every step.
+FAILED_ROOMS_MAX = 16_384
 
 
 class UnsupportedServer(RuntimeError):
@@ -362,19 +364,33 @@ class StageBoard:
 
         parallel = get_parallel()
         self._store = PPConsensusStore(parallel.pp_size, parallel.pp_rank, parallel.pp_group)
+        #: Which use of a room number has said something.
         self._serials: dict[int, int] = {}
+        #: Numbers of rooms that have failed, by serial; the oldest failure first.
+        self._failed: dict[int, int] = {}
 
     def ready(self, room: Room) -> None:
         self._say(room, KVPoll.WaitingForInput)
 
     def failed(self, room: Room) -> None:
+        """Kept until `forget`, but no more of them than `FAILED_ROOMS_MAX`: requests that are
+        aborted before they are computed are never closed."""
         self._say(room, KVPoll.Failed)
+        self._failed.pop(room.serial, None)
+        self._failed[room.serial] = room.number
+        if len(self._failed) > FAILED_ROOMS_MAX:
+            serial = next(iter(self._failed))
+            self._forget(self._failed.pop(serial), serial)
 
     def forget(self, room: Room) -> None:
         """The scheduler has closed the room. A newer use of its number stays."""
-        if self._serials.get(room.number) == room.serial:
-            del self._serials[room.number]
-            self._store.pop(room.number)
+        self._failed.pop(room.serial, None)
+        self._forget(room.number, room.serial)
+
+    def _forget(self, number: int, serial: int) -> None:
+        if self._serials.get(number) == serial:
+            del self._serials[number]
+            self._store.pop(number)
 
     def consensus(self, room: int, own: int) -> int:
         """The least advanced of all stages; `own` is the `KVPoll` of this one, which is stage 0."""

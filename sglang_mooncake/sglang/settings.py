@@ -192,7 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
         "store",
         Kind('JSON object, `{"memory": "16GiB"}`', _json_object),
         "Settings of the [store](kvstore.md#settings) for programs that use it by Mooncake's names"
-        " (`mooncake.store`), such as `index`, `owner`, `copies`, `disk` and `disk_size`. `memory`"
+        " (`mooncake.store`), such as `index`, `copies`, `disk` and `disk_size`. `memory`"
         " is what the program says, unless it is given here.",
         unset="the store's defaults",
     ),

@@ -27,8 +27,8 @@ class Options:
     """The settings of one server: those of ``kvstore.Config``, and these."""
 
     store: Config
-    #: Tells the weights apart. Servers with the same text share pages. Without it a few bytes of
-    #: every tensor on disk are hashed.
+    #: Tells the weights apart. Servers with the same text share pages. Without it every
+    #: byte of the files that they lie in is hashed.
     weights: str | None
     #: A load that takes longer is given up, and its pages are computed.
     load_timeout_s: float
@@ -45,9 +45,3 @@ class Options:
         store = config_of(rest, OWN)
         store = replace(store, engine=replace(store.engine, label=label))
         return cls(store, weights, timeout_s)
-
-    @property
-    def asking(self) -> Config:
-        """For the scheduler's process, which looks up alone: it lends nothing, and has the same
-        owner of the host."""
-        return self.store if self.store.owner == "host" else self.store.lending_nothing

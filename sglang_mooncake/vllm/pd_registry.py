@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from bootstrap_server import BootstrapClient, BootstrapServer, RankLease, RankRecord
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    RankLease,
+    RankRecord,
+    close_leases,
+)
 from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.vllm.pd_options import PdOptions
@@ -39,6 +45,8 @@ class Registration:
                 stack.callback(server.close)
                 self.address = f"[{host}]" if ":" in host else host
                 self.address += f":{server.port}"
+            leases: list[RankLease] = []
+            stack.callback(close_leases, leases)
             for record in records:
                 lease = RankLease(
                     self.address,
@@ -46,7 +54,7 @@ class Registration:
                     deadline_s=REGISTER_TIMEOUT_S,
                     keys=keys.registry,
                 )
-                stack.callback(lease.close)
+                leases.append(lease)
             watch = GivenUpWatch(
                 lambda: BootstrapClient(self.address, keys=keys.registry),
                 lambda *said: self._given_up.append(GivenUp(*said)),

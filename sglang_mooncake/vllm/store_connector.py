@@ -80,7 +80,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         #: A worker's half.
         self._worker: StoreWorker | None = None
         self._device = torch.device("cpu")
-        self._store = Store(self._options.asking if is_scheduler else self._options.store)
+        shared = vllm_config.model_config.use_mla
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._store = Store(self._options.store.of_rank(shared=shared and ranks > 1))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
-import te
 from kvstore.client.deadline import Deadline
 from kvstore.client.placement import share_of
 from kvstore.objects.outcomes import Got, Put
-from kvstore.store import Store
+from kvstore.store import Store, stopped
 from sglang_mooncake.vllm.lane import Lane
 from sglang_mooncake.vllm.page_map import PageMap
 from sglang_mooncake.vllm.requests import Work
@@ -65,8 +64,6 @@ class StoreWorker:
         #: The request of which pages are being saved, and until when; those that are preempted now.
         self._save_under_way: tuple[str, Deadline] | None = None
         self._preempted: set[str] = set()
-        #: Why the KV cache is not safe any more.
-        self._stuck = ""
         self._loads: Lane[Work] = Lane("load", self._load, LOADS_MAX)
         self._saves: Lane[tuple[Work, Sequence[Ready]]] = Lane("save", self._save, SAVES_MAX)
 
@@ -122,14 +119,9 @@ class StoreWorker:
         return saved
 
     def take_loaded(self) -> set[str]:
-        """Requests whose loads have ended. Each is told once.
-
-        Raises:
-            RuntimeError: bytes may still land in blocks that have been given up.
-        """
+        """Requests whose loads have ended: nothing lands in their blocks any more. Each is told
+        once."""
         with self._lock:
-            if self._stuck:
-                raise RuntimeError(self._stuck)
             loaded, self._loaded = self._loaded, {}
             for failed in loaded.values():
                 self._failed.update(failed)
@@ -152,12 +144,8 @@ class StoreWorker:
     def _load(self, work: Work) -> None:
         failed: Sequence[int] = work.blocks
         try:
-            failed = self._get(work)
-        except te.FenceTimeout as exc:
-            with self._lock:
-                self._stuck = (
-                    f"a read into the KV cache does not stop, which must not be used: {exc}"
-                )
+            with stopped():  # Else vLLM would use the blocks again.
+                failed = self._get(work)
         finally:
             self._ended(work, failed)
 

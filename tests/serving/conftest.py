@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from cpu_serving.expectations import Layout, Reference, Serving
+from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
-from cpu_serving.servers import RESTING, Fleet, base_environment
+from cpu_serving.servers import RESTING, Fleet, Server, ServerOptions, base_environment
 from patient import PATIENT, patient
 
 
@@ -59,6 +60,14 @@ def origin(nursery: Nursery) -> Nursery | None:
 def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     with Fleet(tmp_path_factory.mktemp("reference"), nursery) as fleet:
         yield Reference(fleet)
+
+
+@pytest.fixture(scope="session")
+def decode(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A decode server without special options, for tests that end the prefill server or change what
+    it does; whoever asks it waits until it is ready."""
+    with Fleet(tmp_path_factory.mktemp("decode"), nursery) as fleet:
+        yield fleet.server("decode", patient(ServerOptions(make_model("llama"))))
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,8 @@ def test_a_fast_owner_is_loaded_from_and_a_slow_one_is_not(rounds: list[dict[str
     assert sum(still["cached"]) <= sum(ALL) / 2
     assert still["admission"]["declined"] > fast["admission"]["declined"]
     assert still["admission"]["unpaid"] > 0, "the loads that showed it have not paid"
-    assert still["bytes_per_s"][0] < fast["bytes_per_s"][0] / 4
+    # As the host's owner has measured it, which brings what the server wants a second time.
+    assert 0 < slow["bytes_per_s"][0] < rounds[-1]["bytes_per_s"][0] / 4
 
 
 def test_an_owner_that_is_fast_again_is_found_out(rounds: list[dict[str, Any]]) -> None:

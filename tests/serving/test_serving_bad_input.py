@@ -47,6 +47,28 @@ def prefill(fleet: Fleet) -> Server:
     return fleet.server("prefill", patient(ServerOptions(make_model("llama"), page_size=16)))
 
 
+@pytest.fixture(scope="module")
+def fitting(fleet: Fleet, prefill: Server) -> Server:
+    return fleet.server("decode", prefill.options, name="decode-fitting")
+
+
+@pytest.fixture(scope="module")
+def other_secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("other") / "secret"
+    write_secret_file(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stranger(fleet: Fleet, prefill: Server, other_secret: Path) -> Server:
+    """A decode server with another secret. It is told of the prefill server's registry, and says at
+    its start that its secret is another one."""
+    options = with_secret(prefill.options, other_secret)
+    told = {"SGLANG_MOONCAKE_REGISTRY": f"{HOST}:{prefill.bootstrap_port}"}
+    options = replace(options, extra_env={**options.extra_env, **told})
+    return fleet.server("decode", options, name="decode-secret")
+
+
 MISMATCHES = {
     "page size": (
         ServerOptions(make_model("llama"), page_size=1),
@@ -91,68 +113,56 @@ def assert_ended(router: Router, servers: Sequence[Server], *words: str) -> None
 
 
 def assert_ended_with(
-    router: Router, decode: Server, servers: Sequence[Server], sentence: str, kind: RouterKind
+    fleet: Fleet, name: str, prefill: Server, decode: Server, sentence: str
 ) -> None:
     """The decode server has said the sentence, and so has the router, if it passes errors on."""
+    kinds: tuple[RouterKind, ...] = ("sglang-router", "mini-lb")
+    routers = [fleet.router(prefill, decode, name=f"{kind}-{name}", kind=kind) for kind in kinds]
+    wait_ready([prefill, decode, *routers])
+    rust, passing_on = routers
     # sglang-router tries again, and soon says of itself that no server is left; at first it does so
     # before it has found out that there is one.
-    words = () if kind == "sglang-router" else (sentence,)
     deadline_s = time.monotonic() + BOUND_S
     while sentence not in decode.process.log_text():
         assert time.monotonic() < deadline_s, "the decode server was never asked"
-        assert_ended(router, servers, *words)
+        assert_ended(rust, (prefill, decode))
+    assert_ended(passing_on, (prefill, decode), sentence)
+    for router in routers:
+        router.stop()
 
 
-@pytest.mark.parametrize("kind", ["mini-lb", "sglang-router"])
-def test_another_model_ends_requests_on_both_servers(
-    fleet: Fleet, prefill: Server, kind: RouterKind
-) -> None:
+def test_another_model_ends_requests_on_both_servers(fleet: Fleet, prefill: Server) -> None:
     """One whose caches have the same shapes."""
     options = replace(prefill.options, model=make_model("qwen3"))
-    name = f"model-{kind}"
-    decode = fleet.server("decode", options, name=f"decode-{name}")
-    router = fleet.router(prefill, decode, name=f"router-{name}", kind=kind)
-    Pair(prefill, decode, router).wait_ready()
+    decode = fleet.server("decode", options, name="decode-model")
     sentence = "model is LlamaForCausalLM (3 layers of 128"
-    assert_ended_with(router, decode, (prefill, decode), sentence, kind)
+    assert_ended_with(fleet, "model", prefill, decode, sentence)
     said = [
         line for line in decode.process.log_text().splitlines() if "prefill instance at" in line
     ]
     assert len([line for line in said if "Qwen3ForCausalLM" in line]) == 1, said
-    router.stop()
     decode.stop()
 
 
-@pytest.mark.parametrize("kind", ["mini-lb", "sglang-router"])
 def test_another_secret_ends_requests_on_both_servers(
-    fleet: Fleet, prefill: Server, tmp_path: Path, kind: RouterKind
+    fleet: Fleet, prefill: Server, stranger: Server
 ) -> None:
-    write_secret_file(tmp_path / "secret")
-    options = with_secret(prefill.options, tmp_path / "secret")
-    name = f"secret-{kind}"
-    decode = fleet.server("decode", options, name=f"decode-{name}")
-    router = fleet.router(prefill, decode, name=f"router-{name}", kind=kind)
-    Pair(prefill, decode, router).wait_ready()
     sentence = "does not prove that it has our secret"
-    assert_ended_with(router, decode, (prefill, decode), sentence, kind)
-    router.stop()
-    decode.stop()
+    assert_ended_with(fleet, "secret", prefill, stranger, sentence)
 
 
 def test_another_bootstrap_port_ends_requests_on_both_servers(
-    fleet: Fleet, prefill: Server
+    fleet: Fleet, prefill: Server, fitting: Server
 ) -> None:
-    decode = fleet.server("decode", prefill.options, name="decode-port")
     elsewhere = copy.copy(prefill)
     elsewhere.bootstrap_port = fleet.port()
-    router = fleet.router(elsewhere, decode, name="router-port")
-    Pair(prefill, decode, router).wait_ready()
-    assert_ended(router, (prefill, decode), str(elsewhere.bootstrap_port), "cannot be reached")
+    router = fleet.router(elsewhere, fitting, name="router-port")
+    Pair(prefill, fitting, router).wait_ready()
+    assert_ended(router, (prefill, fitting), str(elsewhere.bootstrap_port), "cannot be reached")
     assert f"the request names the bootstrap port {elsewhere.bootstrap_port}" in (
         prefill.process.log_text()
     )
     router.stop()
-    decode.stop()
 
 
 def test_taken_bootstrap_port_stops_the_server_with_a_sentence(
@@ -167,38 +177,34 @@ def test_taken_bootstrap_port_stops_the_server_with_a_sentence(
         assert any("bootstrap" in line and "in use" in line for line in said), said
 
 
-def test_servers_of_the_mismatch_still_serve(fleet: Fleet, prefill: Server) -> None:
+def test_servers_of_the_mismatch_still_serve(
+    fleet: Fleet, prefill: Server, fitting: Server
+) -> None:
     """The prefill server that was talked to by strangers serves a decode server that fits."""
-    decode = fleet.server("decode", prefill.options, name="decode-fitting")
-    router = fleet.router(prefill, decode, name="router-fitting")
-    wait_ready([prefill, decode, router])
+    router = fleet.router(prefill, fitting, name="router-fitting")
+    wait_ready([prefill, fitting, router])
     answers = send_all(router.url, make_requests(6, 300), 6, timeout_s=BOUND_S)
     assert not [answer.error for answer in answers if answer.error]
 
 
 def test_a_prefill_server_that_was_mended_is_served_without_a_restart_of_decode(
-    fleet: Fleet, prefill: Server, tmp_path: Path
+    fleet: Fleet, prefill: Server, stranger: Server, other_secret: Path
 ) -> None:
-    """The last test: it ends the prefill server of the others. The decode server is told of its
-    registry, and says at its start that its secret is another one."""
-    write_secret_file(tmp_path / "secret")
-    options = with_secret(prefill.options, tmp_path / "secret")
+    """The last test: it ends the prefill server of the others."""
     address = f"{HOST}:{prefill.bootstrap_port}"
-    told = {**options.extra_env, "SGLANG_MOONCAKE_REGISTRY": address}
-    decode = fleet.server("decode", replace(options, extra_env=told), name="decode-waits")
-    wait_ready([prefill, decode])
-    await_line(decode, f"the registry {address} does not serve this server: ")
+    wait_ready([stranger, prefill])
+    await_line(stranger, f"the registry {address} does not serve this server: ")
     prefill.stop()
     mended = fleet.server(
         "prefill",
-        options,
+        with_secret(prefill.options, other_secret),
         name="prefill-mended",
         port=prefill.port,
         bootstrap_port=prefill.bootstrap_port,
     )
-    router = fleet.router(mended, decode, name="router-mended")
-    Pair(mended, decode, router).wait_ready()
-    await_line(decode, f"the registry {address} fits this server now")
+    router = fleet.router(mended, stranger, name="router-mended")
+    Pair(mended, stranger, router).wait_ready()
+    await_line(stranger, f"the registry {address} fits this server now")
     answers = send_all(router.url, make_requests(3, 100), 3, timeout_s=BOUND_S)
     assert not [answer.error for answer in answers if answer.error]
 

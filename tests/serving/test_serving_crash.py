@@ -10,15 +10,13 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from cpu_serving.expectations import Reference, Serving
-from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
-from cpu_serving.servers import Fleet, Pair, ServerOptions
+from cpu_serving.servers import Fleet, Pair, Server
 from cpu_serving.traffic import Answer, make_requests, run, send
 from cpu_serving.waiting import all_wait
 from direct import in_a_room
 from interrupting import assert_failed_in_time, interrupted
-from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -33,9 +31,9 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Pair:
-    options = patient(ServerOptions(make_model("llama")))
-    pair = fleet.pair(options, options)
+def pair(fleet: Fleet, decode: Server) -> Pair:
+    prefill = fleet.server("prefill", decode.options)
+    pair = Pair(prefill, decode, fleet.router(prefill, decode))
     pair.wait_ready()
     return pair
 

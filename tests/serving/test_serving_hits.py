@@ -7,14 +7,17 @@ import json
 
 import pytest
 from cpu_serving import hits_demo
+from cpu_serving.nursery import Nursery
 
-# Its servers start as programs: 60 s alone.
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600), pytest.mark.by_turns]
 
 
-def test_all_of_a_second_round_comes_from_the_store(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_a_second_round_comes_from_the_store(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = ["--requests=4", "--prompt=200", "--new-tokens=3", "--layers=2", "--hidden=128"]
-    assert hits_demo.main([*size, "--rounds=1", "--json"]) == 0, "the tokens are equal, and found"
+    status = hits_demo.main([*size, "--rounds=1", "--json"], nursery)
+    assert status == 0, "the tokens are equal, and found"
     *shown, last = capsys.readouterr().out.splitlines()
     assert shown[1].startswith("TTFT, mean")
     found = json.loads(last)

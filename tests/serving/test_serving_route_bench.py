@@ -38,11 +38,12 @@ def write_trace(path: Path) -> None:
 def test_all_ways_give_the_same_tokens_and_are_measured(tmp_path: Path) -> None:
     trace, file = tmp_path / "turns.jsonl", tmp_path / "found.json"
     write_trace(trace)
-    model = ("--layers", "3", "--hidden", "128", "--prefill", "2", "--load", "0.1")
+    model = ("--layers", "3", "--hidden", "128", "--load", "0.1")
+    servers = ("--prefill", "2", "--decode", "2")
     done = subprocess.run(
         [
             sys.executable, "-m", "route_bench", str(trace), "--requests", str(TURNS),
-            "--rounds", "1", "--compared", str(TURNS), "--json", str(file), *model,
+            "--rounds", "1", "--compared", str(TURNS), "--json", str(file), *model, *servers,
         ],
         env={**os.environ, "PYTHONPATH": MODULES},
         capture_output=True,

@@ -21,9 +21,9 @@ from soak_run.scenarios import RUNNERS
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 CLIENTS, DEADLINE_S = 4, 200.0
-LATE_MAX_S = 1.0
-"""Beside other tests a thread may not run for some time. What connects within a deadline took
-seconds for each owner."""
+LATE_MAX_S = 3.0
+"""Beside other tests a thread may not run for seconds. What connects within a deadline took more
+for all owners."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,12 @@ def test_owners_of_the_host_that_stand_still(run: Callable[[str, float], Row]) -
 
 def test_owners_that_stand_still_and_are_read_over_tcp(run: Callable[[str, float], Row]) -> None:
     row = run("frozen-tcp", 8.0)
+    assert row.probed.gets > 0
+    assert row.figures.pages > 0
+
+
+def test_an_owner_that_two_servers_share_is_killed(run: Callable[[str, float], Row]) -> None:
+    row = run("owner-dies", 6.0)
     assert row.probed.gets > 0
     assert row.figures.pages > 0
 

@@ -262,7 +262,8 @@ def test_owners_of_other_hosts_are_killed_under_load(fleet: Fleet, reference: Re
 
 
 def forget_what_came(place: Place) -> None:
-    """The server's host gets another owner: what has come by way of the last one is not there."""
+    """The server's host gets another owner, which knows what those of other hosts have: what has
+    come by way of the last one is not there."""
     (former,) = pids(place.directory)
     kill(former)
 
@@ -271,7 +272,12 @@ def forget_what_came(place: Place) -> None:
         seen = [owner for one in place.statuses() for owner in one.owners]
         return any(one.usable and one.name in names for one in seen)
 
+    def knows_others() -> bool:
+        others = {one.pid for one in place.statuses()} - set(pids(place.directory))
+        return knows_all(place, but=others)
+
     until(is_used, "the server has another owner")
+    until(knows_others, "which knows the pages of other hosts")
 
 
 # -- beside prefill and decode on different servers

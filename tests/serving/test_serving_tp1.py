@@ -18,6 +18,7 @@ import pytest
 import requests
 from collector import Collected, Collector, collecting
 from cpu_serving.expectations import Layout, Serving
+from cpu_serving.nursery import Nursery
 from cpu_serving.ports import PortBlock
 from cpu_serving.servers import HOST, RESTING, Fleet, wait_ready
 from cpu_serving.stats import collect
@@ -53,11 +54,6 @@ def layout(collector: Collector) -> Layout:
             **dict.fromkeys(RESTING, "0"),
         },
     )
-
-
-@pytest.fixture(scope="module")
-def origin() -> None:
-    """These servers start as a user's do."""
 
 
 def test_sglangs_metrics_have_those_of_the_hand_over(serving: Serving) -> None:
@@ -188,9 +184,9 @@ def test_the_registry_shows_what_the_prefill_rank_does(serving: Serving) -> None
 
 
 def test_sglang_router_in_rust_serves_like_the_mini_lb(
-    serving: Serving, tmp_path_factory: pytest.TempPathFactory
+    serving: Serving, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with Fleet(tmp_path_factory.mktemp("rust")) as fleet:
+    with Fleet(tmp_path_factory.mktemp("rust"), nursery) as fleet:
         pair = serving.pair
         router = fleet.router(pair.prefill, pair.decode, name="sglang-router", kind="sglang-router")
         wait_ready([router])

@@ -47,23 +47,32 @@ class Prometheus:
 
     def watches(self, targets: int, usual: Callable[[], object]) -> set[str]:
         """Goes on with what is usual until all targets are there, and then for more than five of
-        its minutes. Returns which alerts have fired in these."""
+        its minutes. Returns which alerts have fired in these.
+
+        A machine that does much else may hold a target until a scrape is over: what fires in the
+        five minutes behind that is right to, and they are watched once more."""
         self._until(
             lambda: self._number("count(up == 1)") == targets and not self.firing(),
             usual,
             "all targets are scraped, and nothing fires",
         )
-        fired: set[str] = set()
+        watched_s = 5 * MINUTE_S
+        missed_s, fired_s = time.monotonic() - watched_s, dict[str, float]()
 
         def has_watched() -> bool:
-            fired.update(self.firing())
-            return self._number("min(count_over_time(up[1h]))") > 5 * MINUTE_S / SCRAPE_S
+            nonlocal missed_s
+            now_s = time.monotonic()
+            if self._number(f"count(min_over_time(up[{2 * MINUTE_S}s]) == 1)") != targets:
+                missed_s = now_s
+            fired_s.update(dict.fromkeys(self.firing(), now_s))
+            is_scraped = self._number("min(count_over_time(up[1h]))") > watched_s / SCRAPE_S
+            return is_scraped and now_s > missed_s + 2 * watched_s
 
         self._until(has_watched, usual, "the targets are scraped")
         for group in self._get("rules")["groups"]:
             for rule in group["rules"]:
                 assert rule["health"] == "ok", rule.get("lastError")
-        return fired
+        return {name for name, at_s in fired_s.items() if at_s > missed_s + watched_s}
 
     def until_firing(self, names: set[str], meanwhile: Callable[[], object]) -> dict[str, str]:
         """Waits until each of these alerts has fired; returns their sentences."""

@@ -368,7 +368,7 @@ def test_an_owner_of_the_store_is_killed(
     names: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.host.lease.GIVEN_WAY_S", 3600.0)  # Nobody starts another one.
+    monkeypatch.setattr("kvstore.host.lifetime.ENDED_S", 3600.0)  # Nobody starts another one.
     place = undo.enter_context(tempfile.TemporaryDirectory(prefix="kv"))
     root = Path(kvstore.__file__).parents[1]
     owner = subprocess.Popen(

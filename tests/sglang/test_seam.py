@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
-from cpu_serving.servers import SHIM
+from cpu_serving.nursery import Nursery
+from cpu_serving.servers import base_environment
 
 pytestmark = [
     pytest.mark.sglang,
@@ -133,6 +133,15 @@ def test_no_mooncake_package_is_installed():
     assert importlib.util.find_spec("mooncake") is None
 
 
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Processes in which SGLang is imported and no plugin is loaded."""
+    log = tmp_path_factory.mktemp("nursery") / "nursery.log"
+    preload = ["sglang.srt.plugins", "sglang.srt.disaggregation.utils"]
+    with Nursery(base_environment(), log, preload=preload) as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
@@ -145,20 +154,19 @@ def test_no_mooncake_package_is_installed():
     ],
 )
 @pytest.mark.timeout(500)
-def test_a_plugin_that_cannot_take_over_stops_the_process(broken, says):
+def test_a_plugin_that_cannot_take_over_stops_the_process(broken, says, nursery, tmp_path):
     load = "from sglang.srt.plugins import load_plugins; load_plugins(); print('still running')"
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{broken}\n{load}"],
-        capture_output=True,
-        text=True,
-        timeout=400,  # it imports SGLang, which took 100 s beside servers of 25 busy threads
-        env=os.environ | {"PYTHONPATH": str(SHIM)},
-    )
-    assert ended.returncode == 70, ended.stderr[-2000:]
-    assert "still running" not in ended.stdout
-    assert says in ended.stderr
-    assert "The server stops here" in ended.stderr
-    assert ("Traceback" in ended.stderr) == (says == "Traceback"), "foreseen: a sentence says all"
+    (tmp_path / "broken.py").write_text(f"{broken}\n{load}\n")
+    env, log = base_environment(), tmp_path / "log"
+    # The nursery imports SGLang, which took 100 s beside servers of 25 busy threads.
+    env["PYTHONPATH"] += f":{tmp_path}"
+    ended = nursery.start("broken", [], env, log)
+    code, said = ended.wait(400), log.read_text()
+    assert code == 70, said[-2000:]
+    assert "still running" not in said
+    assert says in said
+    assert "The server stops here" in said
+    assert ("Traceback" in said) == (says == "Traceback"), "foreseen: a sentence says all"
 
 
 def test_a_server_is_refused_by_what_sglang_says_of_it(monkeypatch):

@@ -80,6 +80,22 @@ def test_a_newer_use_of_a_room_number_outlives_the_words_of_the_former(boards):
     assert first.consensus(ROOM, KVPoll.WaitingForInput) == KVPoll.WaitingForInput
 
 
+def test_rooms_that_fail_and_are_never_closed_take_bounded_memory(boards, monkeypatch):
+    """SGLang lets go of a request that is aborted while it waits, and closes no room."""
+    from sglang_mooncake.sglang import seam
+    from sglang_mooncake.sglang.seam import KVPoll
+
+    monkeypatch.setattr(seam, "FAILED_ROOMS_MAX", 2)
+    first, second = boards
+    rooms = [Room(ROOM + i, 0.0) for i in range(4)]
+    for room in rooms[:3]:
+        second.failed(room)
+    second.forget(rooms[1])
+    second.failed(rooms[3])
+    found = [KVPoll.Bootstrapping, KVPoll.Bootstrapping, KVPoll.Failed, KVPoll.Failed]
+    until(lambda: [first.consensus(one.number, KVPoll.Success) for one in rooms] == found)
+
+
 @pytest.mark.parametrize(("tp", "pp", "asks"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_one_rank_of_all_stages_has_a_retracted_request_computed_again(tp, pp, asks):
     from bootstrap_server import RankCoords

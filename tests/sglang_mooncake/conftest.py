@@ -7,8 +7,11 @@ import pytest
 from handover import NEVER_S
 
 from sglang_mooncake import control, digest_thread, fences, gpu_events, prefill_side
+from sglang_mooncake.explain.elsewhere import ask_there
 from sglang_mooncake.links import decode, sockets
 from sglang_mooncake.rooms import prefill_room
+from te import status
+from te.transports.samehost import reach
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +25,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu_events, "_CLOSE_TIMEOUT_S"),
         (prefill_side, "_START_TIMEOUT_S"),
         (decode, "CONNECT_S"),
+        (status, "CONNECTION_TIMEOUT_S"),
+        (reach, "LOOK_TIMEOUT_S"),
     ]:
         monkeypatch.setattr(module, name, NEVER_S)
+    monkeypatch.setattr(status.ask, "__defaults__", (None, NEVER_S))
+    monkeypatch.setattr(ask_there, "__defaults__", (NEVER_S,))
     monkeypatch.setattr(sockets, "_HANDSHAKE_MS_MAX", int(NEVER_S * 1_000))
 
 

@@ -8,7 +8,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from counted_tags import CountedTags
 from plain_plan import places_of, plan_of
 
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import COMPLETION_BYTES, Verify
+from sglang_mooncake.layout import COMPLETION_BYTES, CompletionRecord, Verify
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -90,27 +90,33 @@ class Local:
 
 def _frozen(value: Any) -> Any:
     """A value to compare states by. Sentences and figures, which decide nothing, are all alike."""
-    if isinstance(value, str):
-        return value if len(value) <= 3 else "…"
-    if isinstance(value, dict):
-        return frozenset((_frozen(key), _frozen(entry)) for key, entry in value.items())
-    if isinstance(value, list | tuple | deque):
-        return tuple(map(_frozen, value))
-    if isinstance(value, set | frozenset):
-        return frozenset(map(_frozen, value))
-    if isinstance(value, prefill.Write):
-        return value.key, value.early
-    if isinstance(value, np.ndarray):
-        return tuple(value.tolist())
-    if isinstance(value, RoomView):
-        value = msgspec.structs.replace(value, landed_nbytes=0)
-    if isinstance(value, msgspec.Struct):
-        return type(value).__name__, _frozen(msgspec.structs.astuple(value))
-    if is_dataclass(value):
-        return tuple(_frozen(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, int | float | bytes | range | Enum | None):
-        return value
-    return _frozen(vars(value))
+    return _way_to_freeze(type(value))(value)
+
+
+@cache
+def _way_to_freeze(kind: type) -> Callable[[Any], Any]:
+    if issubclass(kind, str):
+        return lambda one: one if len(one) <= 3 else "…"
+    if issubclass(kind, dict):
+        return lambda one: frozenset((_frozen(key), _frozen(entry)) for key, entry in one.items())
+    if issubclass(kind, list | tuple | deque):
+        return lambda one: tuple(map(_frozen, one))
+    if issubclass(kind, set | frozenset):
+        return lambda one: frozenset(map(_frozen, one))
+    if issubclass(kind, prefill.Write):
+        return lambda one: (one.key, one.early)
+    if issubclass(kind, np.ndarray):
+        return lambda one: tuple(one.tolist())
+    if issubclass(kind, int | float | bytes | range | Enum | None):
+        return lambda one: one
+    if issubclass(kind, msgspec.Struct):
+        left_out = {"landed_nbytes"} if kind is RoomView else set()
+        names = [one for one in kind.__struct_fields__ if one not in left_out]
+        return lambda one: (kind.__name__, *(_frozen(getattr(one, name)) for name in names))
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        return lambda one: tuple(_frozen(getattr(one, name)) for name in names)
+    return lambda one: _frozen(vars(one))
 
 
 class Automaton:
@@ -135,6 +141,8 @@ class Automaton:
         #: What a second thread has seen and must not see, by state and event.
         self.oddities: dict[tuple[int, Token], str] = {}
         self._numbers: dict[Any, int] = {}
+        #: Of what was frozen before: that takes ten times as long.
+        self._known: dict[bytes, int] = {}
         self._states: list[bytes] = []
         self._add(first)
         # Each is worked out once, for all states of the world in which it happens.
@@ -147,11 +155,13 @@ class Automaton:
         return local
 
     def _add(self, local: Local) -> int:
-        key = _frozen(local)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._states)
-            self._states.append(pickle.dumps(local))
-        return self._numbers[key]
+        pickled = pickle.dumps(local)
+        if pickled not in self._known:
+            number = self._numbers.setdefault(_frozen(local), len(self._states))
+            if number == len(self._states):
+                self._states.append(pickled)
+            self._known[pickled] = number
+        return self._known[pickled]
 
     def _step(self, state: int, token: Token) -> tuple[int, tuple[Token, ...]]:
         """The state after an event, and what the rules want done."""
@@ -190,6 +200,18 @@ class Heard:
 
 
 heard = cache(Heard)
+
+
+class Record(CompletionRecord):
+    """A completion record. There is one object of each: a hash of eight figures takes long."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@cache
+def recorded(completion: CompletionRecord | None) -> Record | None:
+    return None if completion is None else Record(*astuple(completion))
 
 
 def unworded(message: Any) -> Heard:
@@ -288,7 +310,8 @@ def _prefill_output(instruction: Any) -> Token | None:
             tag, slot = write.target.tag, write.target.completion_slot
             nbytes = write.blocks.total_nbytes + (COMPLETION_BYTES if write.completion else 0)
             places = tuple(places_of(write))
-            return "write", tag, places, nbytes, write.completion, slot, write.nth, write.early
+            completion = recorded(write.completion)
+            return "write", tag, places, nbytes, completion, slot, write.nth, write.early
         case prefill.CancelWrites():
             return ("cancel",)
         case prefill.Digest(generation=generation):

@@ -26,6 +26,7 @@ from rooms_automata import (
     Token,
     decode_automaton,
     prefill_automaton,
+    recorded,
 )
 from rooms_world import (
     Source,
@@ -48,7 +49,7 @@ from sglang_mooncake.rooms.states import RoomState
 __all__ = ["FAULTS", "Found", "Model"]
 
 FOREVER_S = 1e9
-NO_COMPLETION = CompletionRecord(0, 0, 0, 0, 0, 0, 0, 0)
+NO_COMPLETION = recorded(CompletionRecord(0, 0, 0, 0, 0, 0, 0, 0))
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
@@ -77,7 +78,7 @@ class Model:
         faults: what may go wrong, `budget` times in all, each kind once.
         lands_at_once: a transfer's bytes land in one step, so that no fence ever waits. The world
             is a third as large.
-        compare_seals: False looks at the number of transfers alone (finding A1).
+        compare_completions: False looks at the number of transfers alone (finding A1).
         computed_first: the policy prefill_complete: the room is ready once its prompt is computed.
         by_layers: each chunk is announced when the first of its two layers is filled.
         digests: all is compared before the decode room is done.
@@ -109,6 +110,8 @@ class Model:
         chunks = tuple((what, number) for number in range(PAGES) for what in said_of)
         ranks = tuple(Source(asked=words, chunks=chunks) for words in asked)
         self.first = World(faults, budget, ranks, completions=(NO_COMPLETION,) * 2 * sources)
+        self._of_decode = cache(self._of_decode_uncached)
+        self._of_prefill = cache(self._of_prefill_uncached)
         self._decode_ends = cache(self._decode_ends_uncached)
         self._prefill_ends = cache(self._prefill_ends_uncached)
 
@@ -125,9 +128,9 @@ class Model:
                 if after.seen is not None:
                     problems.setdefault(after.seen, [*_way(came_from, world), label])
                     after = after._replace(seen=None)
-                if after in came_from:
+                step = world, label
+                if came_from.setdefault(after, step) is not step:
                     continue
-                came_from[after] = world, label
                 waiting.append(after)
                 problem = self.problem(after)
                 if problem and problem not in problems:
@@ -156,28 +159,37 @@ class Model:
 
     def _unsafe(self, world: World) -> str | None:
         """What another thread must never find, also between two instructions of one event."""
-        room = self.decode.room(world.table)
-        flying = [transfer for one in world.sources for transfer in one.transfers]
-        if world.done or room.view.state is RoomState.DONE:
+        is_done, has_failed, is_releasable = self._of_decode(world.table)
+        if world.done or is_done:
             if any(len(one.landed) < PAGES * LAYERS for one in world.sources):
                 return "the decode room is done with a page missing"
-            if flying:
+            if any(one.transfers for one in world.sources):
                 return "the decode room is done while something of it moves"
-        failed = room.view.over and room.view.state is not RoomState.DONE
-        if (failed or world.given_up) and room.releasable:
+        if (has_failed or world.given_up) and is_releasable:
             if world.tags:
                 return "pages can be released while they are open for writing"
-            if any(transfer.begun for transfer in flying):
+            if any(transfer.begun for one in world.sources for transfer in one.transfers):
                 return "pages can be released while a transfer lands in them"
         for one in world.sources:
-            state = self.prefill.room(one.table).view.state
-            if self.prefill.room(one.table).view.over and one.transfers:
+            is_over, is_done = self._of_prefill(one.table)
+            if is_over and one.transfers:
                 return "a prefill room is over while a transfer reads its pages"
-            if self.prefill.room(one.table).view.over and one.digesting is not None:
+            if is_over and one.digesting is not None:
                 return "a prefill room is over while digests are made of its pages"
-            if state is RoomState.DONE and len(one.landed) < PAGES * LAYERS:
+            if is_done and len(one.landed) < PAGES * LAYERS:
                 return "a prefill room is done with a page missing"
         return None
+
+    def _of_decode_uncached(self, table: int) -> tuple[bool, bool, bool]:
+        """Of the room: whether it is done, has failed, and has pages that can be released."""
+        room = self.decode.room(table)
+        is_done = room.view.state is RoomState.DONE
+        return is_done, room.view.over and not is_done, room.releasable
+
+    def _of_prefill_uncached(self, table: int) -> tuple[bool, bool]:
+        """Of the room: whether it is over, and whether it is done."""
+        view = self.prefill.room(table).view
+        return view.over, view.state is RoomState.DONE
 
     def _seen(self, world: World, odd: str | None) -> World:
         """The world, with the first thing in it that another thread must not see."""
@@ -293,7 +305,7 @@ class Model:
         state = self.prefill.room(one.table).view.state
         if not one.opened:
             yield "opens", self._to_prefill(with_source(world, nth, opened=True), nth, ("open",))
-        elif not self.prefill.room(one.table).view.over:
+        elif not self._of_prefill(one.table)[0]:
             if after := spend(world, "prefill abort"):
                 yield "aborts", self._to_prefill(after, nth, ("aborted",))
             if self._computed_first and not one.computed:

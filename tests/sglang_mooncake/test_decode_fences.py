@@ -74,7 +74,7 @@ def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_o
         until(lambda: stuck.view.state is RoomState.ENDING, "its end is decided")
         side.abort(other, "client gone, too")
         until(lambda: other.releasable, "the other room does not wait")
-        until(lambda: side._fencer._late or side._fencer._due, "the fence has timed out")
+        until(lambda: side._fencer._unconfirmed or side._fencer._due, "the fence has timed out")
         pair.complete(3, [7], [10], aux=3)
         assert stuck.view.state is RoomState.ENDING
         assert not stuck.releasable

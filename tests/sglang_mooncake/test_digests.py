@@ -280,17 +280,18 @@ def test_a_request_of_a_page_does_not_wait_for_one_of_many(monkeypatch):
         assert order == [2, 1]
 
 
-def late_digests(monkeypatch) -> tuple[threading.Event, threading.Event]:
-    """Digests are made once the first event is set; the second one says that some are wanted."""
+def late_digests(monkeypatch, module=sent_digests) -> tuple[threading.Event, threading.Event]:
+    """Digests are made once the first event is set; the second one says that some are wanted.
+    module: of the side whose digests these are."""
     go_on, asked = threading.Event(), threading.Event()
-    make = sent_digests.make_digests
+    make = module.make_digests
 
     def late(*args: Any) -> Any:
         asked.set()
         assert go_on.wait(60)
         return make(*args)
 
-    monkeypatch.setattr(sent_digests, "make_digests", late)
+    monkeypatch.setattr(module, "make_digests", late)
     return go_on, asked
 
 
@@ -348,12 +349,14 @@ def cannot_read(pair: Handover, side: str, error: Exception, monkeypatch: Any) -
     monkeypatch.setattr(digests.digester, "digests", fails)
 
 
+@pytest.mark.parametrize("verify", [(Verify.ALL, Verify.OFF), (Verify.SAMPLE, Verify.ALL)])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize(("error", "reason"), TROUBLES)
 def test_where_all_is_compared_a_digest_that_cannot_be_made_ends_the_request(
-    side, error, reason, monkeypatch
+    side, error, reason, verify, monkeypatch
 ):
-    with pair_of() as pair:
+    """Whichever side wants all."""
+    with pair_of(verify=verify) as pair:
         cannot_read(pair, side, error, monkeypatch)
         source, target = hand_over(pair)
         until(lambda: target.view.over and source.view.over, "both sides know")

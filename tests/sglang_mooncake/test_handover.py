@@ -322,7 +322,7 @@ def register(
     address: str, topology: Topology, coords: RankCoords, port: int, protocol: int
 ) -> None:
     config = InstanceConfig(topology, KVFormat(PAGE_SIZE, "float32"), protocol=protocol)
-    with BootstrapClient(address) as client:
+    with BootstrapClient(address, WAIT_S) as client:
         client.register(RankRecord(config, Rank(coords, HOST, port, epoch=1)), deadline_s=WAIT_S)
 
 

@@ -106,6 +106,17 @@ def test_a_registry_that_the_list_does_not_name_is_not_asked():
         gate.free.release()
 
 
+def test_an_instance_that_is_known_is_not_looked_up_again():
+    """So nobody waits for a registry that has ceased to answer."""
+    gate, address = Gate(), f"{HOST_A}:8998"
+    with lookups(gate) as known:
+        gate.free.release()
+        until(lambda: known.ensure(address), "it is known")
+        assert [known.ensure(address) for _ in range(3)] == [True] * 3
+        assert not known.looks_up(address)
+    assert gate.began == [address]
+
+
 def test_registries_of_one_host_do_not_hold_those_of_others():
     gate = Gate()
     with lookups(gate) as known:

@@ -23,10 +23,9 @@ from sglang_mooncake.layout import Place, Plan
 ITEMS, WAIT_S = 8, 60.0
 # The kernel's siw sends wrong bytes of small blocks that lie across two pages of its memory: 383 of
 # 3,600 that did, and none of 3,600 that did not. Where these blocks lie is chance.
+ON_RXE = [pytest.mark.driver("rxe"), pytest.mark.by_turns("rxe")]
 OVER = [
-    pytest.param(
-        *one.values, marks=[*one.marks, *([pytest.mark.driver("rxe")] if one.marks else [])]
-    )
+    pytest.param(*one.values, marks=[*one.marks, *(ON_RXE if one.marks else [])])
     for one in TRANSPORTS
 ]
 TP_SIZES = st.sampled_from([1, 2, 3, 4, 6])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from handover import ALONE, FIRST, handover, until
+from handover import ALONE, FIRST, WAIT_S, handover, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -51,7 +51,7 @@ def test_decode_ranks_find_instances_and_dp_ranks(address: str, keys: Keys) -> N
     record = signed(RankRecord(config, Rank(FIRST, "127.0.0.1", 1, 1)), keys.record)
     with (
         RankLease(address, record, keys=keys.registry),
-        BootstrapClient(address, keys=keys.registry) as client,
+        BootstrapClient(address, WAIT_S, keys=keys.registry) as client,
     ):
         assert fetch_instance(address, keys).ranks == (record.rank,)
         client.register_dp_rank(7, 0)

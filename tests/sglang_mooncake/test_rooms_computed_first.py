@@ -142,6 +142,16 @@ def test_a_room_is_ready_once_every_source_has_computed():
     assert [message.generation for message in asked] == [100, 100]
 
 
+def test_a_prompt_that_is_not_computed_ends_in_a_sentence_that_names_the_rank_and_the_setting():
+    rooms, room, _ = linked(P0, P1)
+    rooms.handle(decode.PeerComputed("p0", RoomComputed(1, 100)), 0)
+    rooms.handle(decode.Tick(), 19.9)
+    assert room.view.state is RoomState.COMPUTING
+    rooms.handle(decode.Tick(), 20.0)
+    assert room.view.state is RoomState.TIMED_OUT
+    assert room.view.reason == "room 1: p1 did not compute the prompt within 20 s (waiting_s)"
+
+
 def test_pages_that_are_named_too_early_are_asked_for_once_the_prompt_is_computed():
     rooms, room, _ = linked(P0, P1)
     assert rooms.handle(decode.PagesNamed(room, np.array([4, 5]), 2, 8), 0) == []

@@ -305,18 +305,49 @@ def test_the_prefill_sides_failure_ends_the_room_it_names_and_no_other():
     assert other.view.state is RoomState.REQUESTED
 
 
-def test_both_deadlines_end_in_a_sentence_that_names_the_setting():
-    rooms, waiting = new_rooms(), Room(1, 0.0)
-    rooms.handle(Opened(waiting), 0)
-    room = requested(rooms, 2)
+SEVEN = tuple(RoomSource(f"p{number}", aux=not number) for number in range(7))
+
+
+@pytest.mark.parametrize(
+    ("sources", "registry", "who"),
+    [
+        ((), "", "the prefill ranks"),
+        ((), "10.0.0.1:8998", "the prefill ranks of 10.0.0.1:8998"),
+        ((P0, P1B), "10.0.0.1:8998", "p1"),
+        (SEVEN, "", "p1, p2, p3, p4 and 2 more"),
+    ],
+)
+def test_a_room_without_its_links_ends_in_a_sentence_that_names_the_ranks_and_the_setting(
+    sources, registry, who
+):
+    rooms, room = new_rooms(), Room(1, 0.0)
+    room.registry = registry
+    rooms.handle(LinkUp("p0"), 0)
+    rooms.handle(Opened(room), 0)
+    if sources:
+        rooms.handle(SourcesChosen(room, sources), 0)
+    rooms.handle(Tick(), 9.9)
+    assert room.view.state is RoomState.OPEN
     rooms.handle(Tick(), 10.0)
-    assert waiting.view.state is RoomState.TIMED_OUT
-    assert "within 10 s (bootstrap_s)" in (waiting.view.reason or "")
+    assert room.view.state is RoomState.TIMED_OUT
+    said = f"room 1: could not connect to {who} within 10 s (bootstrap_s)"
+    assert room.view.reason == said
+
+
+def test_a_room_without_its_kv_cache_ends_in_a_sentence_that_names_the_ranks_and_the_setting():
+    rooms, room = new_rooms(), Room(1, 0.0)
+    rooms.handle(Opened(room), 0)
+    rooms.handle(SourcesChosen(room, (P0, IDLE)), 0)
+    for link in ("p0", "p1"):
+        rooms.handle(LinkUp(link), 0)
+    rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 8), 0)
+    rooms.handle(Tick(), 19.9)
     assert room.view.state is RoomState.REQUESTED
     rooms.handle(Tick(), 20.0)
     rooms.handle(Fenced(room), 20.0)
     assert room.view.state is RoomState.TIMED_OUT
-    assert "within 20 s (waiting_s)" in (room.view.reason or "")
+    said = "room 1: the KV cache did not arrive from p0 within 20 s (waiting_s)"
+    assert room.view.reason == said
 
 
 def test_without_a_free_completion_record_slot_the_room_fails_and_the_others_go_on():

@@ -46,9 +46,10 @@ def test_layers_that_go_before_their_chunk_and_any_fault():
     assert_sound(Model(sources=1, faults=FAULTS, budget=1, by_layers=True).explore(), 15_000, 1)
 
 
+# Of the three largest worlds each run has one.
 @pytest.mark.slow
-@pytest.mark.by_turns("layers")
-@pytest.mark.timeout(400)  # 35 s of a processor, which others may want as well
+@pytest.mark.by_turns("layers and two faults")
+@pytest.mark.timeout(400)  # 30 s of a processor, which others may want as well
 def test_layers_that_go_before_their_chunk_and_any_two_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=2, by_layers=True).explore(), 120_000, 1)
 
@@ -60,11 +61,15 @@ def test_digests_and_any_two_faults():
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns("two ranks and any fault")
+@pytest.mark.timeout(400)
 def test_two_prefill_ranks_and_any_fault():
     assert_sound(Model(sources=2, faults=FAULTS, budget=1).explore(), 75_000, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns("two ranks and two faults")
+@pytest.mark.timeout(400)
 def test_two_prefill_ranks_an_abort_and_the_loss_of_a_link():
     faults = frozenset({"decode abort", "loss"})
     found = Model(sources=2, faults=faults, budget=2, lands_at_once=True).explore()

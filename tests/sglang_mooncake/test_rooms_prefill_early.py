@@ -80,6 +80,7 @@ def test_an_early_request_is_refused_when_its_room_never_comes():
     assert isinstance(tell, Tell)
     assert (tell.peer, tell.message.room, tell.message.generation) == ("a", 1, 5)
     assert "no request with this room" in tell.message.reason
+    assert tell.message.reason.endswith(f"within {TIMEOUT_S:.0f} s (bootstrap_s)")
 
 
 def early_bytes(rooms: Rooms) -> int:

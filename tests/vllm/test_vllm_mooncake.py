@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own connectors of Mooncake and of Mooncake's store, unmodified, over te and kvstore."""
+"""vLLM's own connectors of Mooncake and of Mooncake's store, unmodified, over te and kvstore. Each
+run has one number of TP ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ from store_host import store_directory
 
 from sglang_mooncake.sglang.running import environment_for
 
-# Starting a server takes 20 CPU-seconds.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.by_turns("mooncake")]
+# A TP rank takes 20 CPU-seconds to start.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.by_turns("mooncake")]
 
 REQUESTS = make_requests(4, 600, seed=31)
 PAGES = sum(len(one.input_ids) // BLOCK for one in REQUESTS)
 WAIT_S = 60.0
 REPLACED = "mooncake.engine and nixl are te, and mooncake.store is kvstore, in this process"
+by_tp = pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=pytest.mark.one_of("mooncake-tp", str(tp))) for tp in (1, 2)]
+)
 
 
 @dataclass
@@ -49,11 +53,11 @@ class Place:
     expected: Sequence[Answer]
 
     def start(
-        self, name: str, flags: Sequence[str], core: int, environment: Mapping[str, str]
+        self, name: str, flags: Sequence[str], core: int, tp: int, environment: Mapping[str, str]
     ) -> VllmServer:
         """As `sglang-mooncake run` would."""
         given = {**environment_for({}), **environment}
-        return start_vllm(self.fleet, name, self.model, self.path, flags, core, more_env=given)
+        return start_vllm(self.fleet, name, self.model, self.path, flags, core, tp, more_env=given)
 
     def log(self, name: str) -> str:
         return (self.fleet.run_dir / f"{name}.log").read_text()
@@ -77,10 +81,12 @@ def good(answers: list[Answer]) -> list[Answer]:
     return answers
 
 
-def test_a_pair_answers_as_one_server(place: Place) -> None:
+@by_tp
+def test_a_pair_answers_as_one_server(place: Place, tp: int) -> None:
     port = place.fleet.port()
+    registry = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)}
     prefill, decode = (
-        place.start(name, mooncake_flags(role), core, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)})
+        place.start(name, mooncake_flags(role), core, tp, registry)
         for core, (name, role) in enumerate([("prefill", "kv_producer"), ("decode", "kv_consumer")])
     )
     wait_ready([prefill, decode])
@@ -97,7 +103,8 @@ def test_a_pair_answers_as_one_server(place: Place) -> None:
     decode.stop()
 
 
-def test_a_server_finds_in_the_store_what_another_has_computed(place: Place) -> None:
+@by_tp
+def test_a_server_finds_in_the_store_what_another_has_computed(place: Place, tp: int) -> None:
     settings = place.path / "mooncake.json"
     settings.write_text(
         json.dumps(
@@ -112,10 +119,10 @@ def test_a_server_finds_in_the_store_what_another_has_computed(place: Place) -> 
     )
     environment = {
         "MOONCAKE_CONFIG_PATH": str(settings),
-        "SGLANG_MOONCAKE_STORE": json.dumps({"directory": str(place.path / "kvstore")}),
+        "SGLANG_MOONCAKE_STORE": json.dumps({"directory": str(place.path / f"kv{tp}")}),
     }
     first, second = (
-        place.start(name, mooncake_store_flags(), core, environment)
+        place.start(name, mooncake_store_flags(), core, tp, environment)
         for core, name in enumerate(["first", "second"])
     )
     wait_ready([first, second])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own connectors of NIXL over te: the one whose prefill server writes, and servers with
-several TP ranks. Each run has one of them."""
+several TP ranks. Each run has one of them. They start by the command that users type."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from cpu_serving.vllm_servers import (
     side_channel,
     start_vllm,
 )
-
-from sglang_mooncake.sglang.running import environment_for
 
 # A TP rank takes 20 CPU-seconds to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -62,7 +60,8 @@ def test_a_pair_answers_as_one_server(
                 nixl_flags(role, connector=connector),
                 core,
                 tp,
-                more_env={**environment_for({}), **side_channel(fleet.port())},
+                more_env=side_channel(fleet.port()),
+                by_run=True,
             )
             for core, (role, tp) in enumerate(
                 [("kv_producer", prefill_tp), ("kv_consumer", decode_tp)]
@@ -76,3 +75,5 @@ def test_a_pair_answers_as_one_server(
             answers = ask(proxy, REQUESTS)
         assert not compare(expected, answers), [one.error for one in (*expected, *answers)]
         assert TOKENS - imported_tokens(decode) <= len(REQUESTS), "a last token may be computed"
+        for server in (prefill, decode):
+            assert "mooncake.engine and nixl are te" in server.process.log_text()

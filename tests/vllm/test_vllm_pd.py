@@ -209,7 +209,7 @@ def test_a_client_that_leaves_while_its_prompt_is_awaited_leaves_no_block(
     params["room"] ^= 1
     before = servers.counters("decode")
     with pytest.raises(TimeoutError):
-        _leave(servers.decode.url, body_of(ONE) | {"kv_transfer_params": params}, 2.0)
+        _leave(servers.decode.url, body_of(ONE) | {"kv_transfer_params": params}, 5.0)
     until(
         lambda: servers.counters("decode")["aborted"] > before["aborted"],
         "the decode server gives the load up",

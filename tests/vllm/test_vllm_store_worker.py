@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from vllm_makers import BLOCKS, TIMEOUT_S, Rank, until, work
 
 import te
 from kvstore.objects.outcomes import Got
+from kvstore.store import StillLanding
 from sglang_mooncake.vllm import store_worker
 from sglang_mooncake.vllm.options import LOAD_TIMEOUT_S, Options
 
@@ -72,24 +72,27 @@ def test_a_load_that_raises_has_failed(rank: Rank, monkeypatch: pytest.MonkeyPat
     assert rank.load(work("s", [4, 6])) == {4, 6}
 
 
-def test_a_read_that_does_not_stop_ends_the_server(
+def test_a_load_that_does_not_stop_is_told_once_nothing_lands_any_more(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stuck(*_: object) -> None:
-        raise te.FenceTimeout("it goes on")
+    waits, landed = threading.Event(), threading.Event()
 
-    monkeypatch.setattr(rank.store, "get", stuck)
+    class Landing(StillLanding):
+        def wait(self, *_: object) -> None:
+            waits.set()
+            assert landed.wait(TIMEOUT_S)
+
+    def late(*_: object) -> None:
+        raise Landing([])
+
+    monkeypatch.setattr(rank.store, "get", late)
     rank.worker.load(work("s", [4]))
-
-    def told() -> bool:
-        try:
-            assert not rank.worker.take_loaded(), "vLLM would use the blocks again"
-        except RuntimeError as error:
-            assert "a read into the KV cache does not stop" in str(error)  # noqa: PT017
-            return True
-        return False
-
-    until(told, "it is told")
+    assert waits.wait(TIMEOUT_S)
+    assert not rank.worker.take_loaded(), "vLLM would use the blocks again"
+    landed.set()
+    loaded: set[str] = set()
+    until(lambda: loaded.update(rank.worker.take_loaded()) or loaded, "it is told")
+    assert (loaded, rank.worker.take_failed()) == ({"s"}, {4})
 
 
 def test_blocks_are_read_behind_the_forward(rank: Rank) -> None:
@@ -212,7 +215,7 @@ def test_pages_that_find_no_room_are_logged(
 
 def test_settings_are_checked() -> None:
     options = Options.of({"memory": "8MiB", "weights": "mine", "load_timeout_s": 2}, "one")
-    assert options.store.engine.label == options.asking.engine.label == "one"
+    assert options.store.engine.label == "one"
     assert (options.store.memory, options.weights, options.load_timeout_s) == (8 << 20, "mine", 2.0)
     assert Options.of({}).load_timeout_s == LOAD_TIMEOUT_S
     with pytest.raises(ValueError, match="no setting 'memori'; did you mean 'memory'"):
@@ -224,17 +227,3 @@ def test_settings_are_checked() -> None:
     for wrong in (0, -1, np.nan, np.inf):
         with pytest.raises(ValueError, match="must be a positive number of seconds"):
             Options.of({"load_timeout_s": wrong})
-
-
-def test_the_schedulers_process_lends_nothing(tmp_path: Path) -> None:
-    """By itself: with an owner of the host it wants the same one as the workers."""
-    assert Options.of({"memory": "8MiB"}).asking.memory == 8 << 20
-    lent = {"memory": "8MiB", "disk": str(tmp_path), "disk_size": "64MiB", "copies": 2}
-    lent |= {"owner": "rank"}
-    asking = Options.of(lent).asking
-    assert (asking.memory, asking.disk, asking.disk_size) == (0, None, 0)
-    assert asking.copies == 2
-    more: dict[str, Any] = {"owner": "rank", "memory": "8MiB"}
-    assert Options.of(more | {"file": str(tmp_path / "slab")}).asking.file is None
-    lent = more | {"objects": "memory://", "objects_size": "64MiB"}
-    assert not Options.of(lent).asking.has_tier

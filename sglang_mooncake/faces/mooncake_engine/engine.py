@@ -14,8 +14,8 @@ from functools import partial
 from typing import ClassVar, Final, Self
 
 from sglang_mooncake.faces.exposed import check_exposure
+from sglang_mooncake.faces.mooncake_engine.impl import EngineImpl, outcome
 from sglang_mooncake.faces.mooncake_engine.names import TransferOpcode
-from sglang_mooncake.faces.mooncake_engine.opened import Opened, outcome
 from sglang_mooncake.faces.mooncake_engine.transferring import Transferring
 from te.topology import choose_topology, read_machine
 
@@ -61,7 +61,7 @@ class TransferEngine(Transferring):
         """
 
         def work() -> None:
-            if self._opened is not None:
+            if self._impl is not None:
                 raise ValueError("the engine was initialized before")
             if metadata_server != P2P:
                 raise ValueError(f"metadata_server={metadata_server!r} must be {P2P!r}")
@@ -74,11 +74,11 @@ class TransferEngine(Transferring):
             devices = tuple(one.strip() for one in device_name.split(",") if one.strip())
             engine = options.open_engine(host, devices, PROTOCOLS[protocol])
             try:
-                self._opened = Opened(options, engine, host)
+                self._impl = EngineImpl(options, engine, host)
             except BaseException:
                 engine.close()
                 raise
-            weakref.finalize(self, self._opened.close)
+            weakref.finalize(self, self._impl.close)
             logger.info("mooncake.engine is te: session %s port %d", host, self.get_rpc_port())
 
         return outcome(f"initialize({local_hostname!r}, …, {protocol!r}, {device_name!r})", work)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bootstrap_server.admission.secret import SECRETS_MAX, seal
+from bootstrap_server.admission.secret import SECRETS_MAX, mac
 from te.handshake import CARD_BYTES_MAX
 
 __all__ = [
@@ -72,7 +72,7 @@ def place_of(address: tuple[str, int]) -> bytes:
 
 def question(nonce: bytes, keys: Sequence[bytes], whom: bytes) -> bytes:
     """The bytes of a question; ``nonce``: random, of ``NONCE_BYTES``; ``whom``: ``place_of``."""
-    proofs = b"".join(seal(key, _ASKS, nonce, whom) for key in keys)
+    proofs = b"".join(mac(key, _ASKS, nonce, whom) for key in keys)
     return _QUESTION.pack(MAGIC, nonce, len(keys)) + proofs
 
 
@@ -93,10 +93,10 @@ def answer(head: bytes, proofs: bytes, keys: Sequence[bytes], told: Told, whom: 
     if not keys and not given:
         return _ANSWER.pack(MAGIC, False, len(body)) + body + bytes(PROOF_BYTES)
     for key in keys:
-        wanted = seal(key, _ASKS, nonce, whom)
+        wanted = mac(key, _ASKS, nonce, whom)
         if any(hmac.compare_digest(one, wanted) for one in given):
             return (
-                _ANSWER.pack(MAGIC, False, len(body)) + body + seal(key, _TELLS, nonce, whom, body)
+                _ANSWER.pack(MAGIC, False, len(body)) + body + mac(key, _TELLS, nonce, whom, body)
             )
     raise NoCard(
         "the secrets of the two processes differ, or one of them has none, or the question was put"
@@ -130,7 +130,7 @@ def read_answer(head: bytes, rest: bytes, nonce: bytes, keys: Sequence[bytes], w
         raise NoCard("it refuses: " + "".join(c if c.isprintable() else "?" for c in text))
     if len(body) < _FIRST.size:
         raise NoCard("its answer is too short")
-    wanted = [seal(key, _TELLS, nonce, whom, body) for key in keys]
+    wanted = [mac(key, _TELLS, nonce, whom, body) for key in keys]
     if keys and not any(hmac.compare_digest(proof, one) for one in wanted):
         raise NoCard("its answer proves none of this process's secrets")
     return Told(body[_FIRST.size :], *_FIRST.unpack_from(body))

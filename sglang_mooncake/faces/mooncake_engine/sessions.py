@@ -55,6 +55,11 @@ def ask(session: str, keys: Sequence[bytes], timeout_s: float) -> Told:
             head = _exactly(connection, ANSWER_HEAD_BYTES, deadline_s)
             rest = _exactly(connection, answer_nbytes(head), deadline_s)
             return read_answer(head, rest, nonce, keys, whom)
+    except ConnectionResetError as exc:  # As by Mooncake's engine, which knows no such question.
+        raise NoCard(
+            f"session {session}: it hung up on the question for its card: both sides need"
+            " sglang-mooncake's mooncake.engine, or both Mooncake's"
+        ) from exc
     except OSError as exc:
         raise NoCard(f"session {session}: no answer within {timeout_s} s: {exc}") from exc
     except NoCard as exc:

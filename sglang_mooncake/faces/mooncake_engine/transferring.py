@@ -12,9 +12,9 @@ from typing import ClassVar, Final
 import te
 from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.faces.mooncake_engine.batches import Batch, settle
+from sglang_mooncake.faces.mooncake_engine.impl import EngineImpl, outcome
 from sglang_mooncake.faces.mooncake_engine.names import TransferNotify, TransferOpcode
 from sglang_mooncake.faces.mooncake_engine.notes import packed, unpacked
-from sglang_mooncake.faces.mooncake_engine.opened import Opened, outcome
 from sglang_mooncake.faces.mooncake_engine.options import Options
 
 __all__ = ["Transferring"]
@@ -33,13 +33,13 @@ class Transferring:
     options: ClassVar[Options]
 
     def __init__(self) -> None:
-        self._opened: Opened | None = None
+        self._impl: EngineImpl | None = None
         self._foreign = Pace()
 
-    def _ready(self) -> Opened:
-        if self._opened is None:
+    def _ready(self) -> EngineImpl:
+        if self._impl is None:
             raise RuntimeError("the engine was not initialized, or initialize failed")
-        return self._opened
+        return self._impl
 
     def transfer_sync_write(
         self,

@@ -10,8 +10,8 @@ from typing import ClassVar, Final, TypeVar
 import te
 from sglang_mooncake.faces.mooncake_store.arena import NoRoom
 from sglang_mooncake.faces.mooncake_store.codes import INVALID, TRANSFER_FAILED
+from sglang_mooncake.faces.mooncake_store.impl import StoreImpl
 from sglang_mooncake.faces.mooncake_store.objects import Memory
-from sglang_mooncake.faces.mooncake_store.opened import Opened
 from sglang_mooncake.faces.mooncake_store.options import Options
 
 __all__ = ["Base", "memories", "outcome"]
@@ -28,13 +28,13 @@ class Base:
     options: ClassVar[Options]
 
     def __init__(self) -> None:
-        self._opened: Opened | None = None
+        self._impl: StoreImpl | None = None
 
-    def _ready(self) -> Opened:
-        opened = self._opened
-        if opened is None:
+    def _ready(self) -> StoreImpl:
+        impl = self._impl
+        if impl is None:
             raise ValueError("the store was not set up, or was closed")
-        return opened
+        return impl
 
 
 def outcome(what: str, work: Callable[[], Result], failed: Callable[[int], Result]) -> Result:

@@ -195,17 +195,17 @@ class Moving(Base):
         all_from: Ranges,
         all_sizes: Ranges,
     ) -> list[list[list[int]]]:
-        opened = self._ready()
+        impl = self._ready()
         if not len(buffers) == len(all_keys) == len(all_to) == len(all_from) == len(all_sizes):
             raise ValueError(f"{len(buffers)} buffers, and lists of other lengths for them")
         names = list(dict.fromkeys(key for keys in all_keys for key in keys))
         rows = {name: row for row, name in enumerate(names)}
-        wanted = opened.objects.keys(names)
-        sizes = opened.objects.sizes(wanted).tolist()
+        wanted = impl.objects.keys(names)
+        sizes = impl.objects.sizes(wanted).tolist()
         results = [[[INVALID] * len(key) for key in buffer] for buffer in all_to]
         ranges, places = list[Range](), list[tuple[int, int, int]]()
         for i, (address, keys) in enumerate(zip(buffers, all_keys, strict=True)):
-            room = opened.room_from(address)
+            room = impl.room_from(address)
             lists = (all_to[i], all_from[i], all_sizes[i])
             if any(len(one) != len(keys) for one in lists):
                 continue
@@ -220,7 +220,7 @@ class Moving(Base):
                         memory = Memory((address + dst,), (size,))
                         ranges.append(Range(rows[key], nbytes, src, memory))
                         places.append((i, j, k))
-        came = opened.objects.get_ranges(wanted, ranges)
+        came = impl.objects.get_ranges(wanted, ranges)
         for (i, j, k), number in zip(places, came, strict=True):
             results[i][j][k] = number
         return results

@@ -17,10 +17,10 @@ from typing import Any, Final
 from sglang_mooncake.faces.mooncake_store.base import outcome
 from sglang_mooncake.faces.mooncake_store.buffers import BufferHandle
 from sglang_mooncake.faces.mooncake_store.codes import INVALID, MISSING, OK
+from sglang_mooncake.faces.mooncake_store.impl import PORTS, StoreImpl
 from sglang_mooncake.faces.mooncake_store.moving import Moving
 from sglang_mooncake.faces.mooncake_store.names import ReplicaDescriptor, ReplicateConfig
 from sglang_mooncake.faces.mooncake_store.objects import TIMEOUT_S, Memory
-from sglang_mooncake.faces.mooncake_store.opened import PORTS, Opened
 from sglang_mooncake.faces.mooncake_store.settings import Setup
 
 __all__ = ["MooncakeDistributedStore"]
@@ -65,18 +65,18 @@ class MooncakeDistributedStore(Moving):
 
     def close(self) -> int:
         """0. What the owner of the host has stays there."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
+        impl, self._impl = self._impl, None
+        if impl is not None:
             self._end()
         return OK
 
     def health_check(self) -> int:
         """0, or 1 before ``setup`` and after ``close``."""
-        return NOT_SET_UP if self._opened is None else OK
+        return NOT_SET_UP if self._impl is None else OK
 
     def get_hostname(self) -> str:
         """The name of this process, a host and a port; empty before ``setup``."""
-        return "" if self._opened is None else self._opened.hostname
+        return "" if self._impl is None else self._impl.hostname
 
     # -- bytes of Python
 
@@ -196,14 +196,14 @@ class MooncakeDistributedStore(Moving):
         return INVALID
 
     def _set_up(self, setup: Setup) -> int:
-        if self._opened is not None:
+        if self._impl is not None:
             raise ValueError("it was set up before, and not closed")
-        opened = self._opened = Opened(self.options, setup, random.randint(*PORTS))
-        self._end = weakref.finalize(self, opened.close)
+        impl = self._impl = StoreImpl(self.options, setup, random.randint(*PORTS))
+        self._end = weakref.finalize(self, impl.close)
         logger.info(
             "mooncake.store is sglang-mooncake's store: %s lends %d bytes; who names %r shares"
             " its objects",
-            opened.hostname,
+            impl.hostname,
             setup.segment_bytes,
             setup.deployment,
         )
@@ -249,13 +249,13 @@ class MooncakeDistributedStore(Moving):
         with contextlib.ExitStack() as held:
 
             def work() -> memoryview:
-                opened = self._ready()
-                keys = opened.objects.keys([key])
-                nbytes = int(opened.objects.sizes(keys)[0]) if opened.objects.exist(keys)[0] else 0
+                impl = self._ready()
+                keys = impl.objects.keys([key])
+                nbytes = int(impl.objects.sizes(keys)[0]) if impl.objects.exist(keys)[0] else 0
                 if not nbytes:
                     return memoryview(b"")
-                address, room = held.enter_context(opened.arena.room(nbytes, TIMEOUT_S))
-                came = opened.objects.get(keys, [Memory((address,), (nbytes,))])[0]
+                address, room = held.enter_context(impl.arena.room(nbytes, TIMEOUT_S))
+                came = impl.objects.get(keys, [Memory((address,), (nbytes,))])[0]
                 return room if came == nbytes else memoryview(b"")
 
             yield outcome(f"a get of {key!r}", work, lambda _: memoryview(b""))

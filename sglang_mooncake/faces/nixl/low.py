@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import te
 from sglang_mooncake.faces.nixl.descriptors import RegDList, XferDList
+from sglang_mooncake.faces.nixl.impl import AgentImpl
 from sglang_mooncake.faces.nixl.inbox import bytes_of, merge
 from sglang_mooncake.faces.nixl.metadata import check_name, text_of
 from sglang_mooncake.faces.nixl.names import (
@@ -27,7 +28,6 @@ from sglang_mooncake.faces.nixl.names import (
     Segment,
     Status,
 )
-from sglang_mooncake.faces.nixl.opened import Opened
 from sglang_mooncake.faces.nixl.options import Options
 from sglang_mooncake.faces.nixl.prepared import (
     Columns,
@@ -77,7 +77,7 @@ class Agent:
         self._has_telemetry = config.captureTelemetry if wanted is None else wanted
         self._lock = threading.Lock()
         self._numbers = itertools.count(_FIRST_HANDLE)
-        self._opened: Opened | None = None
+        self._impl: AgentImpl | None = None
         self._backend = 0
         self._lists: Final[dict[int, _Prepared]] = {}
         self._requests: Final[dict[int, Request]] = {}
@@ -120,12 +120,12 @@ class Agent:
         if not threads.isdecimal():
             raise InvalidParam(f"num_threads={threads!r} is no number")
         with self._lock:
-            if self._opened is not None:
+            if self._impl is not None:
                 raise InvalidParam(f"agent {self._name!r} has its backend {UCX} already")
-            opened = Opened.open(self._name, self.options, devices, min(int(threads), THREADS_MAX))
-            self._opened, self._backend = opened, next(self._numbers)
-            weakref.finalize(self, opened.close)
-        logger.info("nixl is te: agent %s at engine %s", self._name, opened.engine.id)
+            impl = AgentImpl.open(self._name, self.options, devices, min(int(threads), THREADS_MAX))
+            self._impl, self._backend = impl, next(self._numbers)
+            weakref.finalize(self, impl.close)
+        logger.info("nixl is te: agent %s at engine %s", self._name, impl.engine.id)
         return self._backend
 
     # -- memory
@@ -157,11 +157,11 @@ class Agent:
     ) -> bytes:
         """Of these registrations; without any, only how to reach this agent.
         ``nixlNotFoundError``."""
-        opened, ranges = self._ready(backends), ranges_of(descs)
-        missing = opened.memory.missing(ranges)
+        impl, ranges = self._ready(backends), ranges_of(descs)
+        missing = impl.memory.missing(ranges)
         if missing is not None:
             raise NotFound(f"{missing.nbytes} bytes at {missing.address:#x} are not registered")
-        return opened.part(ranges, inc_conn_info or not ranges)
+        return impl.part(ranges, inc_conn_info or not ranges)
 
     def loadRemoteMD(self, remote_metadata: bytes) -> bytes:  # noqa: N802
         """The other agent's name. See `remotes.Remotes.add`."""
@@ -219,10 +219,10 @@ class Agent:
             columns = Columns.of_rows(descs.rows)
         else:
             columns, backends = columns_of_runs(rest[0]), rest[1] if len(rest) > 1 else ()
-        opened = self._ready(backends)
+        impl = self._ready(backends)
         name = text_of(agent_name)
-        remote = None if name == INIT_AGENT else self._remote(opened, name)
-        self._cover(opened, remote).check(columns, name)
+        remote = None if name == INIT_AGENT else self._remote(impl, name)
+        self._cover(impl, remote).check(columns, name)
         return self._keep(self._lists, _Prepared(columns, remote))
 
     def makeXferReq(  # noqa: N802
@@ -243,7 +243,7 @@ class Agent:
                 of range, or the two sides differ.
             nixlNotFoundError: the agent was removed.
         """
-        opened = self._ready(backend)
+        impl = self._ready(backend)
         local, remote = self._of(self._lists, local_side), self._of(self._lists, remote_side)
         if local.remote is not None or remote.remote is None:
             raise InvalidParam("a transfer goes from a list of this side to one of an agent")
@@ -255,7 +255,7 @@ class Agent:
             remote.columns.selected(remote_indices),
             not skip_desc_merge,
         )
-        return self._request(opened, operation, blocks, len(blocks), remote.remote, notif_msg)
+        return self._request(impl, operation, blocks, len(blocks), remote.remote, notif_msg)
 
     def createXferReq(  # noqa: N802
         self,
@@ -267,13 +267,13 @@ class Agent:
         backend: Sequence[int] = (),
     ) -> int:
         """The same without prepared lists. ``nixlInvalidParamError``, ``nixlNotFoundError``."""
-        opened, name = self._ready(backend), text_of(remote_agent)
-        remote = self._remote(opened, name)
+        impl, name = self._ready(backend), text_of(remote_agent)
+        remote = self._remote(impl, name)
         here, there = Columns.of_rows(local_descs.rows), Columns.of_rows(remote_descs.rows)
-        opened.memory.cover.check(here, INIT_AGENT)
-        self._cover(opened, remote).check(there, name)
+        impl.memory.cover.check(here, INIT_AGENT)
+        self._cover(impl, remote).check(there, name)
         blocks = blocks_of(operation == Operation.NIXL_READ, here, there)
-        return self._request(opened, operation, blocks, len(here), remote, notif_msg)
+        return self._request(impl, operation, blocks, len(here), remote, notif_msg)
 
     def postXferReq(self, reqh: int, notif_msg: str | bytes = b"") -> Status:  # noqa: N802
         """See `requests.Request.post`."""
@@ -308,10 +308,10 @@ class Agent:
 
     def abandon(self, reqh: int) -> None:
         """For handles that go without having been released: it is, as soon as te has done with the
-        memory. Takes no lock; see `opened.Abandoned`."""
-        request, opened = self._requests.pop(reqh, None), self._opened
-        if request is not None and opened is not None:
-            opened.abandoned.put(request.abandon)
+        memory. Takes no lock; see `impl.Abandoned`."""
+        request, impl = self._requests.pop(reqh, None), self._impl
+        if request is not None and impl is not None:
+            impl.abandoned.put(request.abandon)
 
     def releasedDlistH(self, handle: int) -> Status:  # noqa: N802
         self._lists.pop(handle, None)
@@ -328,13 +328,13 @@ class Agent:
         """Sent without waiting; it may be lost with the connection. ``nixlNotFoundError`` if the
         agent is not known, ``nixlRemoteDisconnectError`` if the last attempt to connect to it
         failed: that one begins another attempt."""
-        opened, name = self._ready(), text_of(remote_agent)
-        remote = self._remote(opened, name)
+        impl, name = self._ready(), text_of(remote_agent)
+        remote = self._remote(impl, name)
         problem = remote.link.problem
         if problem is not None:
             remote.link.connect()
             raise RemoteDisconnect(str(problem))
-        remote.link.send(opened.notification(remote, bytes_of(msg)))
+        remote.link.send(impl.notification(remote, bytes_of(msg)))
         return Status.NIXL_SUCCESS
 
     def getNotifs(  # noqa: N802
@@ -353,28 +353,28 @@ class Agent:
 
     # -- ours
 
-    def _ready(self, backends: Sequence[int] = ()) -> Opened:
+    def _ready(self, backends: Sequence[int] = ()) -> AgentImpl:
         """``nixlInvalidParamError`` without a backend."""
         self._check_backends(backends)
-        if self._opened is None:
+        if self._impl is None:
             raise InvalidParam(f"agent {self._name!r} has no backend: create {UCX} first")
-        return self._opened
+        return self._impl
 
     def _check_backends(self, backends: Sequence[int]) -> None:
         for one in backends:
             if not one or one != self._backend:
                 raise InvalidParam(f"{one} is no backend of agent {self._name!r}")
 
-    def _remote(self, opened: Opened, name: str) -> Remote:
-        return opened.itself() if name == self._name else opened.remotes.get(name)
+    def _remote(self, impl: AgentImpl, name: str) -> Remote:
+        return impl.itself() if name == self._name else impl.remotes.get(name)
 
-    def _cover(self, opened: Opened, remote: Remote | None) -> Cover:
+    def _cover(self, impl: AgentImpl, remote: Remote | None) -> Cover:
         is_own = remote is None or remote.name == self._name
-        return opened.memory.cover if is_own or remote is None else remote.cover
+        return impl.memory.cover if is_own or remote is None else remote.cover
 
     def _request(
         self,
-        opened: Opened,
+        impl: AgentImpl,
         operation: Operation,
         blocks: te.Blocks,
         count: int,
@@ -385,8 +385,8 @@ class Agent:
         were prepared."""
         request = Request(
             remote,
-            opened.ending,
-            lambda data, then: opened.notification(remote, data, then),
+            impl.ending,
+            lambda data, then: impl.notification(remote, data, then),
             operation == Operation.NIXL_READ,
             blocks,
             count,

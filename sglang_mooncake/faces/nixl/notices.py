@@ -9,7 +9,7 @@ __all__ = ["TeNotices"]
 
 
 class TeNotices:
-    """See `opened.Notices`."""
+    """See `impl.Notices`."""
 
     def __init__(self, engine: te.Engine) -> None:
         self._engine = engine

@@ -179,7 +179,7 @@ class StoringAgent(Agent):
     ) -> int:
         """Of memory it is for te, and for them once a transfer wants it there."""
         is_list = isinstance(descs, XferDList)
-        if is_list and (descs.getType().is_storage or self._opened is None) and self._theirs:
+        if is_list and (descs.getType().is_storage or self._impl is None) and self._theirs:
             return self._keep(self._their_lists, self._their_list(agent_name, descs))
         number = super().prepXferDlist(agent_name, descs, *rest)
         if is_list and self._theirs:
@@ -311,7 +311,7 @@ class StoringAgent(Agent):
             return None, theirs
         if backends:
             return (ours or None), (theirs or None)
-        is_for_te = self._opened is not None or not self._their_backends
+        is_for_te = self._impl is not None or not self._their_backends
         return ([] if is_for_te else None), ([] if self._their_backends else None)
 
     def _their_list(self, agent_name: str | bytes, descs: XferDList) -> Any:

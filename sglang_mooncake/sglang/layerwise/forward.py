@@ -109,7 +109,7 @@ class Forward:
             while self._borders and number >= self._borders[0]:
                 self._borders.pop(0)
             self._next = self._borders.pop(0) if self._borders else None
-            self._hand_over(number)
+            self._send_layers(number)
         elif number < self._below:
             self._fail(number)
 
@@ -117,7 +117,7 @@ class Forward:
         """The forward is over as far as this thread is concerned; `last` is its last layer."""
         self._ended = self._now()
         if self._below and not self.broken:
-            self._hand_over(last + 1)
+            self._send_layers(last + 1)
 
     def seconds(self) -> float | None:
         """The forward's time, after `ends`; None: the stream has not come to its end."""
@@ -131,7 +131,7 @@ class Forward:
         """For `seconds`: this point of the stream, or of time."""
         return self._streams.event(timing=True) if self._streams else time.perf_counter()
 
-    def _hand_over(self, below: int) -> None:
+    def _send_layers(self, below: int) -> None:
         began_s = time.perf_counter()
         events: tuple[StreamEvent, ...] = ()
         if self._streams is not None:

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.signatures import PoolFacts, facts_by_rank, heads_of_rank
 
-__all__ = ["DevicePool", "facts_of", "pools_of"]
+__all__ = ["DevicePool", "are_shared", "facts_of", "pools_of"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ def pools_of(kvcache: Any, page_size: int) -> list[DevicePool]:
             )
         found.append(DevicePool(name, pool, KVPool(pool, page_size), layers))
     return found
+
+
+def are_shared(pools: Sequence[DevicePool]) -> bool:
+    """Whether other ranks of this server have the same pages."""
+    return all(one.pages.is_mla for one in pools) and get_parallel().attn_tp_size > 1
 
 
 def facts_of(pool: DevicePool, server_args: Any) -> PoolFacts:

@@ -92,7 +92,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._weights = weights_of(self._server_args, self._options.weights)
         self._pools: dict[str, _Pool] = {}
-        self._store = Store(self._options.store)
+        shared = storage_config.is_mla_model and storage_config.tp_size > 1
+        self._store = Store(self._options.store.of_rank(shared=shared))
         #: From the registration of the KV cache's pool on.
         self._admission: Admission | None = None
         self._exporter = open_exporter(self._store.figures)

@@ -40,6 +40,7 @@ from sglang_mooncake.sglang.releases import Mode, lacking
 from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.device_pools import (
     DevicePool,
+    are_shared,
     facts_of,
     pools_of,
 )
@@ -147,7 +148,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         }
         self.layer_done_counter = LayerWiseLoadCounter(self._layers)
         self._options = options
-        self._store = Store(options.store)
+        self._store = Store(options.store.of_rank(shared=are_shared(pools)))
         for one in pools:
             one.pages.register(self._store.register)
         self._exporter = open_exporter(self._store.figures)

@@ -86,7 +86,7 @@ def test_bytes_go_both_ways(ended, protocol, transport, environment) -> None:
     here[:] = pattern(2, 1 << 20)
     assert engine.transfer_sync_write(session, at, there, 1 << 20) == 0
     assert (far.memory(there) == pattern(2, 1 << 20)).all()
-    assert engine._opened.sessions.peer(session).transport == transport
+    assert engine._impl.sessions.peer(session).transport == transport
 
     theirs = far.register(nbytes=4096, seed=3)
     to = f"127.0.0.1:{engine.get_rpc_port()}"
@@ -196,7 +196,7 @@ def test_a_peer_that_is_gone_fails_and_one_that_came_back_is_found(
     assert engine.transfer_sync_write(session, here.ctypes.data, there, 100) == 0
     ended.remove(far)
     far.end()
-    wait_until(lambda: not engine._opened.sessions._known[session].peer.alive, "noticed")
+    wait_until(lambda: not engine._impl.sessions._known[session].peer.alive, "noticed")
     assert engine.send_probe(session) == -1
     assert engine.transfer_sync_write(session, here.ctypes.data, there, 100) == -1
     assert f"session {session}: no answer within" in caplog.text
@@ -482,7 +482,7 @@ def test_the_connection_not_used_for_longest_goes_for_a_new_one() -> None:
     engine = near()
     others = [near(), near(), near()]
     a, b, c = (f"127.0.0.1:{one.get_rpc_port()}" for one in others)
-    sessions = Sessions(engine._opened.engine, (), most=2)
+    sessions = Sessions(engine._impl.engine, (), most=2)
     first, second = sessions.peer(a), sessions.peer(b)
     assert sessions.peer(a) is first
     third = sessions.peer(c)

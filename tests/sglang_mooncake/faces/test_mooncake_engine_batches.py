@@ -97,7 +97,7 @@ def test_many_batches_are_waited_for_at_once(pair) -> None:
     for place, nbytes in ((0, 10), (1000, 20), (2000, 30)):
         assert (pair.there[place : place + nbytes] == pair.here[place : place + nbytes]).all()
     assert engine.get_batch_transfer_status([]) == 0
-    assert len(engine._opened.batches) == 0
+    assert len(engine._impl.batches) == 0
 
 
 def test_an_end_is_told_once(pair, caplog) -> None:
@@ -123,7 +123,7 @@ def test_what_cannot_be_submitted_has_the_number_0(pair, caplog) -> None:
         assert says in caplog.text
     assert engine.batch_transfer_async_read(*pair.some(1, 1)[:3], [1]) == 0
     assert engine.batch_transfer_async(*pair.some(1), 7) == 0
-    assert len(engine._opened.batches) == 0
+    assert len(engine._impl.batches) == 0
 
 
 def test_one_that_fails_says_why(pair, caplog) -> None:
@@ -195,13 +195,13 @@ def test_who_has_the_address_of_a_peer_that_ended_gets_no_message(
 ) -> None:
     """The bytes went to the one that ended."""
     other = near("tcp")
-    former, sessions = transferring.settle, pair.source._opened.sessions
+    former, sessions = transferring.settle, pair.source._impl.sessions
 
     def settle(*arguments: Any) -> None:
         former(*arguments)
         sessions.peer(pair.session).close()
-        sessions._known[pair.session].peer = pair.source._opened.engine.connect(
-            other._opened.engine.card()
+        sessions._known[pair.session].peer = pair.source._impl.engine.connect(
+            other._impl.engine.card()
         )
 
     monkeypatch.setattr(transferring, "settle", settle)
@@ -215,7 +215,7 @@ def test_who_has_the_address_of_a_peer_that_ended_gets_no_message(
 
 def test_notes_that_are_no_messages_are_told_and_left_out(pair, caplog) -> None:
     session, *_ = pair.some(10)
-    peer = pair.source._opened.sessions.peer(session)
+    peer = pair.source._impl.sessions.peer(session)
     for note in (b"?", packed(TransferNotify("n", "m"))[:-2], MAGIC + b"\0\0\0\1\xff"):
         peer.send_note(note)
     peer.send_note(packed(TransferNotify("n", "m")))
@@ -377,7 +377,7 @@ def test_a_call_returns_only_once_te_has_done_with_the_memory(pair, monkeypatch)
         return wait(transfer, timeout_s)
 
     session, here, there, lengths = pair.some(10)
-    peer = pair.source._opened.sessions.peer(pair.session)
+    peer = pair.source._impl.sessions.peer(pair.session)
     write = pair.source.transfer_sync_write
     with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patch:
         patch.setattr(te.Transfer, "wait", late)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -218,15 +219,19 @@ def test_close_ends_connections_and_thread(port) -> None:
         asked(port)
 
 
-def listener(says: bytes) -> tuple[socket.socket, threading.Thread]:
-    """Somebody else's port: says something to the first who connects, and hangs up."""
+def listener(says: bytes | None) -> tuple[socket.socket, threading.Thread]:
+    """Somebody else's port: says something to the first who connects, and hangs up; None: by a
+    reset, as Mooncake's engine."""
     server = socket.create_server((HOST, 0))
 
     def serve() -> None:
         connection, _ = server.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(says)
+            if says is None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                connection.sendall(says)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -237,6 +242,7 @@ def listener(says: bytes) -> tuple[socket.socket, threading.Thread]:
     ("says", "match"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no transfer engine of sglang-mooncake"),
+        (None, "both sides need sglang-mooncake's mooncake.engine, or both Mooncake's"),
         (b"", "closed the connection after 0 of 13 bytes"),
         (answered([], [])[0] + b"a", "closed the connection after 1 of"),
     ],

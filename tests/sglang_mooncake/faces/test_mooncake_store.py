@@ -22,8 +22,8 @@ import te
 from kvstore.config import Config
 from kvstore.store import StillLanding, Store
 from sglang_mooncake.faces.mooncake_store import Options, install
+from sglang_mooncake.faces.mooncake_store import impl as impl_module
 from sglang_mooncake.faces.mooncake_store import objects as objects_module
-from sglang_mooncake.faces.mooncake_store import opened as opened_module
 from sglang_mooncake.faces.mooncake_store.names import ReplicateConfig, SoftPinAction
 from sglang_mooncake.faces.mooncake_store.settings import Setup
 from sglang_mooncake.faces.mooncake_store.store import MooncakeDistributedStore
@@ -37,7 +37,7 @@ MEMORY, BUFFER = 16 << 20, 1 << 20
 def quick() -> Iterator[None]:
     """No deadline passes on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened_module, "SETTLE_TIMEOUT_S", NEVER_S)
+        patch.setattr(impl_module, "SETTLE_TIMEOUT_S", NEVER_S)
         patch.setattr(objects_module, "TIMEOUT_S", NEVER_S)
         yield
 
@@ -222,7 +222,7 @@ def test_registered_memory_is_stored_and_filled(store) -> None:
 
 def test_large_objects_are_stored_in_parts_and_lack_none(store, monkeypatch) -> None:
     monkeypatch.setattr(objects_module, "PART_BYTES", 1000)
-    objects = store._opened.objects
+    objects = store._impl.objects
     monkeypatch.setattr(objects._large, "_part_bytes", 1000)
     data = np.random.default_rng(5).bytes(2500)
     assert store.put("large", data) == store.put("small", data[:1000]) == 0
@@ -279,7 +279,7 @@ def test_a_session_reads_parts_and_keeps_them_meanwhile(store) -> None:
     names = [*data, "none"]
     assert store.batch_get_session_start(names) == [0, 0, 0, -704]
     assert store.batch_get_session_start(["a"]) == [0]
-    sessions = store._opened.sessions
+    sessions = store._impl.sessions
     assert (len(sessions), sessions._open["a"].pins) == (3, 2)
     read = store.batch_get_into_multi_buffer_ranges
     with Room(store) as room:
@@ -351,7 +351,7 @@ def test_setup_waits_for_what_others_have(lender, directory, monkeypatch) -> Non
 def test_one_that_does_not_answer_holds_setup_up_for_a_while(
     lender, directory, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(opened_module, "SETTLE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(impl_module, "SETTLE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(Store, "knows_all", property(lambda _: False))
     store = store_of(directory)
     assert store.setup("o", "s", 0, BUFFER, "tcp", "", "m:1") == 0
@@ -488,11 +488,11 @@ def test_a_get_fails_only_once_nothing_lands_any_more(store, directory, monkeypa
             for _ in gets:
                 assert waits.acquire(timeout=60.0)
             assert not any(one.done() for one in under_way)
-            assert other._opened.arena._gaps.gaps == [(2 * 64, BUFFER)], "two have room there"
+            assert other._impl.arena._gaps.gaps == [(2 * 64, BUFFER)], "two have room there"
             has_stopped.set()
             assert [one.result(60.0) for one in under_way] == [failed for *_, failed in gets]
             monkeypatch.undo()
-            assert other._opened.arena._gaps.gaps == [(0, BUFFER)]
+            assert other._impl.arena._gaps.gaps == [(0, BUFFER)]
             assert other.get("k") == b"value"
     finally:
         has_stopped.set()

@@ -16,6 +16,7 @@ from te_far import wait_until
 import te
 from sglang_mooncake.faces.nixl import Options, links, requests
 from sglang_mooncake.faces.nixl.api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+from sglang_mooncake.faces.nixl.impl import CONNECTING_THREADS, ENDING_THREADS
 from sglang_mooncake.faces.nixl.life import Life
 from sglang_mooncake.faces.nixl.names import (
     Backend,
@@ -28,7 +29,6 @@ from sglang_mooncake.faces.nixl.names import (
     NotSupported,
     RepostActive,
 )
-from sglang_mooncake.faces.nixl.opened import CONNECTING_THREADS, ENDING_THREADS
 
 KIB = 1024
 
@@ -203,7 +203,7 @@ def test_a_list_in_use_is_deregistered_by_the_same_call_later(pair, monkeypatch)
     memory = np.zeros(3 * KIB, np.uint8)
     descs = a.get_reg_descs([(*row, "") for row in blocks(memory, KIB)], "DRAM")
     a.register_memory(descs)
-    engine = a.agent._opened.engine
+    engine = a.agent._impl.engine
     deregister = engine.deregister
 
     def in_use(region: te.Region, timeout_s: float) -> None:
@@ -263,7 +263,7 @@ def test_a_read_that_failed_ends_when_no_thread_can_be_started(pair, monkeypatch
     def no_thread(*arguments: object) -> bool:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(a.agent._opened.ending, "submit", no_thread)
+    monkeypatch.setattr(a.agent._impl.ending, "submit", no_thread)
     handle = handle_of(a, "READ", here, there)
     a.transfer(handle)
     assert ended(a, handle) == "ERR"
@@ -276,7 +276,7 @@ def test_transfers_that_do_not_end_keep_no_other_agent_waiting(pair, monkeypatch
     is_over, cancel = threading.Event(), te.Transfer.cancel
 
     def cancels(transfer: te.Transfer) -> None:
-        if transfer._describe.__self__.id == b.agent._opened.engine.id:
+        if transfer._describe.__self__.id == b.agent._impl.engine.id:
             assert is_over.wait(60.0)
         cancel(transfer)
 
@@ -330,7 +330,7 @@ def test_room_that_transfers_of_before_make_is_used(pair, monkeypatch) -> None:
     a, b = pair
     here, there = registered(a, KIB, seed=1), registered(b, KIB)
     a.add_remote_agent(b.get_agent_metadata())
-    of_before = a.agent._opened.remotes.get("b").link  # As those under way have it.
+    of_before = a.agent._impl.remotes.get("b").link  # As those under way have it.
     a.remove_remote_agent("b")
     a.add_remote_agent(b.get_agent_metadata())
     a.send_notif("b", b"connected")
@@ -499,7 +499,7 @@ def test_a_handle_may_go_in_the_middle_of_anything(pair) -> None:
     a.transfer(handles[0])
 
     def collects() -> None:
-        with a.agent._opened.ending._lock, request._lock:
+        with a.agent._impl.ending._lock, request._lock:
             handles.clear()
 
     thread = threading.Thread(target=collects, daemon=True)
@@ -579,7 +579,7 @@ def test_a_post_while_it_goes_on_is_refused(pair) -> None:
     here, there = registered(a, KIB), registered(b, KIB)
     a.add_remote_agent(b.get_agent_metadata())
     handle = handle_of(a, "READ", here, there)
-    link = a.agent._opened.remotes.get("b").link
+    link = a.agent._impl.remotes.get("b").link
     link.drain = lambda: None  # Nothing is handed to te.
     assert a.transfer(handle) == "PROC"
     with pytest.raises(RepostActive):

@@ -70,7 +70,7 @@ def works(near, here: np.ndarray, there) -> bool:
 def await_beginning(near) -> None:
     """Some of a write is on its way over TCP, or on the same host the peer was told of it: what is
     not, te just forgets."""
-    engine = near.agent._opened.engine
+    engine = near.agent._impl.engine
     is_sent = engine.stats().transports == ("samehost",)
     wait_until(lambda: is_sent or engine.stats().bytes_sent > 0, "some bytes were sent")
 
@@ -78,7 +78,7 @@ def await_beginning(near) -> None:
 @pytest.mark.slow
 def test_a_read_from_a_silent_peer_ends_and_the_next_one_works_when_it_is_back(near, far) -> None:
     here, there = both(near, far, MIB)
-    assert works(near, here, there)
+    wait_until(lambda: works(near, here, there), "it works")
     far.signal(signal.SIGSTOP)
     handle = posted(near, "READ", here, there)
     assert ended(near, handle) == "ERR"
@@ -128,7 +128,7 @@ def test_a_write_to_a_silent_peer_is_released_once_the_peer_has_confirmed(patien
 @pytest.mark.slow
 def test_a_write_to_a_silent_peer_is_released_once_te_has_given_up(near, far) -> None:
     here, there = both(near, far, 64 * MIB)
-    assert works(near, here, there)
+    wait_until(lambda: works(near, here, there), "it works")
     far.signal(signal.SIGSTOP)
     handle = posted(near, "WRITE", here, there)
     raises_until(lambda: near.release_xfer_handle(handle), RepostActive)
@@ -137,7 +137,7 @@ def test_a_write_to_a_silent_peer_is_released_once_te_has_given_up(near, far) ->
 @pytest.mark.slow
 def test_a_write_that_may_still_land_is_an_exception(near, far) -> None:
     here, there = both(near, far, 64 * MIB)
-    assert works(near, here, there)
+    wait_until(lambda: works(near, here, there), "it works")
     far.signal(signal.SIGSTOP)
     handle = posted(near, "WRITE", here, there)
 
@@ -171,7 +171,7 @@ def test_a_connection_that_was_lost_is_made_anew_with_the_next_transfer(patient,
     here, there = both(near, far, MIB)
     for _ in range(3):
         assert works(near, here, there)
-        peer = near.agent._opened.remotes.get("far").link._peer
+        peer = near.agent._impl.remotes.get("far").link._peer
         peer.close()
         wait_until(lambda peer=peer: not peer.alive, "the connection is closed")
     assert near.check_remote_metadata("far")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,8 +14,11 @@ from te_far import wait_until
 
 import te
 from sglang_mooncake.faces.nixl import links
+from sglang_mooncake.faces.nixl.impl import AgentImpl
+from sglang_mooncake.faces.nixl.inbox import packed
 from sglang_mooncake.faces.nixl.links import Link
 from sglang_mooncake.faces.nixl.names import Backend
+from sglang_mooncake.faces.nixl.options import Options
 from sglang_mooncake.workers import Workers
 
 
@@ -185,3 +189,15 @@ def test_what_waits_is_bounded(link: Link, engine: Engine, monkeypatch: pytest.M
     sent(link, Job(), Job())
     with pytest.raises(Backend, match="wait for this peer"):
         link.send(Job())
+
+
+def test_notes_of_others_are_left_out_and_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    came = [*[("a stranger", b"\0\0 no sender")] * 100, ("a friend", packed("there", b"done"))]
+    notices = SimpleNamespace(take=lambda: came)
+    options = Options(open_engine=lambda *_: None, make_notices=lambda _: notices)
+    impl = AgentImpl("here", options, SimpleNamespace(id="0" * 32, close=lambda: None))
+    with contextlib.closing(impl):
+        assert impl.arrived() == [("there", b"done")]
+    assert len([one for one in caplog.messages if "a stranger" in one]) == 1

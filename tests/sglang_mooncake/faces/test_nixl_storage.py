@@ -154,13 +154,13 @@ def test_memory_is_known_to_both_or_to_neither(theirs: list[Theirs], monkeypatch
         patch.setattr(Theirs, "registerMem", len, raising=False)
         with pytest.raises(TypeError):  # No error of NIXL's stays what it is.
             one.register_memory(descs)
-    assert one.agent._opened.memory.ranges()[1] == []
+    assert one.agent._impl.memory.ranges()[1] == []
     one.register_memory(descs)
 
     def in_use(*arguments: object) -> None:
         raise Backend("in use")
 
-    monkeypatch.setattr(one.agent._opened.memory, "deregister", in_use)
+    monkeypatch.setattr(one.agent._impl.memory, "deregister", in_use)
     with pytest.raises(Backend, match="in use"):  # And not what they would say.
         one.deregister_memory(descs)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 import te
+from bootstrap_server.admission.refusals import Pace
 from sglang_mooncake.faces.exposed import check_exposure
 from sglang_mooncake.faces.nixl.inbox import packed, unpacked
 from sglang_mooncake.faces.nixl.links import Job, Link
@@ -21,7 +22,7 @@ from sglang_mooncake.faces.nixl.registrations import Range
 from sglang_mooncake.faces.nixl.remotes import Remote, Remotes
 from sglang_mooncake.workers import Workers
 
-__all__ = ["Opened"]
+__all__ = ["AgentImpl"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def _make(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             logger.exception("nixl over te: a transfer that nobody wants any more goes on")
 
 
-class Opened:
+class AgentImpl:
     """Does not know the agent, so that the agent can go."""
 
     def __init__(self, name: str, options: Options, engine: te.Engine) -> None:
@@ -105,11 +106,12 @@ class Opened:
         self.memory: Final = Memory(engine)
         self.remotes: Final = Remotes(name, self._link)
         self._notices: Final = options.make_notices(engine)
+        self._foreign: Final = Pace()
         self._itself: Remote | None = None
         self.abandoned: Final = Abandoned(f"nixl-gone-{engine.id[:8]}")
 
     @classmethod
-    def open(cls, name: str, options: Options, devices: tuple[str, ...], threads: int) -> Opened:
+    def open(cls, name: str, options: Options, devices: tuple[str, ...], threads: int) -> AgentImpl:
         """``nixlBackendError`` with the reason for which te has no engine, or may have none."""
         host = options.host
         try:
@@ -154,7 +156,9 @@ class Opened:
             try:
                 sender, message = unpacked(data)
             except ValueError as exc:
-                logger.warning("nixl over te: engine %s sent %s", engine_id, exc)
+                more = self._foreign.more()
+                if more is not None:  # A peer may send as many of them as it likes.
+                    logger.warning("nixl over te: engine %s sent %s%s", engine_id, exc, more)
                 continue
             found.append((sender, message))
         return found

@@ -15,12 +15,12 @@ from sglang_mooncake.faces.mooncake_engine.memory import Memory
 from sglang_mooncake.faces.mooncake_engine.options import Options
 from sglang_mooncake.faces.mooncake_engine.sessions import Sessions
 
-__all__ = ["Opened", "outcome"]
+__all__ = ["EngineImpl", "outcome"]
 
 logger = logging.getLogger(__name__)
 
 
-class Opened:
+class EngineImpl:
     """What stands behind an engine that was initialized. Does not know it, so that it can go."""
 
     def __init__(self, options: Options, engine: te.Engine, host: str) -> None:

@@ -19,7 +19,7 @@ from sglang_mooncake.faces.mooncake_store.sessions import Sessions
 from sglang_mooncake.faces.mooncake_store.settings import Setup
 from te.memory_kinds import HOST, kind_of
 
-__all__ = ["Opened"]
+__all__ = ["StoreImpl"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SETTLE_TIMEOUT_S: Final = 2.0
 POLL_S: Final = 0.01
 
 
-class Opened:
+class StoreImpl:
     """Any thread may call anything."""
 
     def __init__(self, options: Options, setup: Setup, port: int) -> None:
