@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Generator, Iterator
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -102,17 +103,52 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+#: A file with tests on RDMA devices has their mark, or parameters from where those have it.
+OF_CONTRACT = ("te_contract", "te_transports")
+ON_DEVICES = ("mark.rdma", *OF_CONTRACT)
+#: In the same way a file that has more than fast tests, or some with hypothesis.
+NOT_ONLY_FAST = (*(f"mark.{name}" for name in sorted(HEAVY)), *OF_CONTRACT, "hypothesis")
+#: All tests of such a file are pure.
+PURE = "\npytestmark = pytest.mark.pure\n"
+
+
+@cache
+def _says(file: Path, *words: str) -> bool:
+    text = file.read_text()
+    return any(word in text for word in words)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks what is fast, for ``-m fast``."""
     is_heavy = any(mark.name in HEAVY for mark in item.iter_markers())
+    words = ON_DEVICES if item.get_closest_marker("rdma") else NOT_ONLY_FAST
+    if is_heavy and not _says(item.path, *words):
+        raise pytest.UsageError(
+            f"{item.nodeid} may be left out of a run: its file has none of {', '.join(words)}"
+        )
     if not is_heavy and item.path.parent.name not in HEAVY_FOLDERS:
         item.add_marker("fast")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Folders that have nothing fast are not read for ``-m fast``."""
-    is_left_out = config.option.markexpr == "fast" and collection_path.name in HEAVY_FOLDERS
-    return True if is_left_out and collection_path.is_dir() else None
+    """Folders that have nothing fast are not read for ``-m fast``. Nor are files in which there is
+    nothing for what is asked: on RDMA devices, as reading all takes a minute in an emulated
+    machine, for sanitizers, and for what the fast layer leaves."""
+    path, expression = collection_path, config.option.markexpr
+    is_left_out = False
+    if path.is_dir():
+        is_left_out = expression == "fast" and path.name in HEAVY_FOLDERS
+    elif path.suffix == ".py":
+        is_left_out = (
+            (expression == "rdma" and not _says(path, *ON_DEVICES))
+            or (expression == "not rdma and not pure" and _says(path, PURE))
+            or (
+                expression.startswith("(not fast or hypothesis)")
+                and path.parent.name not in HEAVY_FOLDERS
+                and not _says(path, *NOT_ONLY_FAST)
+            )
+        )
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

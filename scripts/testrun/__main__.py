@@ -15,7 +15,7 @@ from pathlib import Path
 from command_line import Parser
 
 from testrun.lanes import run_lanes
-from testrun.plan import Options, fast_lanes, lanes
+from testrun.plan import Options, fast_lanes, lanes, shared
 from testrun.table import read_times, summary
 from testrun.turns import PARTS, Turn, pick_of_commit
 
@@ -41,7 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="test-run.", dir=BUILD) as name:
         options = replace(asked, scratch=Path(name))
         began_s = time.monotonic()
-        results = run_lanes(fast_lanes(options) if options.fast else lanes(options), Path(name))
+        if options.fast:
+            results = run_lanes(fast_lanes(options), Path(name))
+        else:
+            results = run_lanes(lanes(options), Path(name), shared(options))
         wall_s = time.monotonic() - began_s
         times = {one.step: read_times(_lines(options.times(one.step))) for one in results}
         print(f"\n{summary(results, wall_s, times, _lines(SET_UP))}", flush=True)

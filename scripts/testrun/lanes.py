@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -80,14 +81,17 @@ class Result:
         return f"{self.step}: FAILED with exit status {self.code} after {took}"
 
 
-def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> list[Result]:
+def run_lanes(lanes: Sequence[Lane], log_dir: Path, shared: Sequence[Step] = ()) -> list[Result]:
     """Runs all lanes at once, each with the log ``log_dir/NAME.log``, which is printed when the
     lane ends. Returns what became of the steps, lane by lane.
+
+    ``shared``: steps for whichever lane is done with its own, in this order.
 
     SIGTERM and Ctrl-C end every lane, and are raised again as ``KeyboardInterrupt``.
     """
     ended: SimpleQueue[_Running] = SimpleQueue()
-    running = [_Running(lane, log_dir / f"{lane.name}.log", ended) for lane in lanes]
+    left = deque(shared)
+    running = [_Running(lane, log_dir / f"{lane.name}.log", ended, left) for lane in lanes]
     # A signal with a handler is at its default in what is started here; an ignored one, as Ctrl-C
     # in what a shell starts in the background, would be ignored there, too.
     caught = (signal.SIGINT, signal.SIGTERM)
@@ -110,7 +114,8 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> list[Result]:
                     one.print_log()
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)
-    return [result for one in running for result in one.results]
+    done = [result for one in running for result in one.results]
+    return [*done, *(Result("any", step.name, None, is_good=False) for step in left)]
 
 
 def _interrupt(_number: int, _frame: object) -> None:
@@ -120,11 +125,14 @@ def _interrupt(_number: int, _frame: object) -> None:
 class _Running:
     """A lane in a thread of its own, which starts one process group after the other."""
 
-    def __init__(self, lane: Lane, log: Path, ended: SimpleQueue[_Running]) -> None:
+    def __init__(
+        self, lane: Lane, log: Path, ended: SimpleQueue[_Running], shared: deque[Step]
+    ) -> None:
         self.lane = lane
         self.results: list[Result] = []
         self._log = log
         self._ended = ended
+        self._shared = shared
         self._stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"lane {lane.name}")
 
@@ -152,8 +160,15 @@ class _Running:
                     result = self._step(step, log)
                     self._tell(result)
                     lost = step.is_needed and not result.is_good
+                while not (lost or self._stopped.is_set()) and (more := self._next_shared()):
+                    self._tell(self._step(more, log))
         finally:
             self._ended.put(self)
+
+    def _next_shared(self) -> Step | None:
+        with suppress(IndexError):  # another lane may have taken the last one
+            return self._shared.popleft()
+        return None
 
     def _step(self, step: Step, log: IO[bytes]) -> Result:
         _say(f"lane {self.lane.name}: {step.name} ...")

@@ -3,7 +3,9 @@
 
 Two cores carry two lanes that compute. Real servers are one. The other has what computes besides;
 emulated machines, which have one processor each and wait much, and the demos are a third. Each lane
-begins with what it has to set up, so that none waits for what only another one needs.
+begins with what it has to set up, so that none waits for what only another one needs. Lanes do not
+take the same time on each machine and in each turn: what needs no lane of its own is for whichever
+is done first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from testrun.lanes import Lane, Step
 from testrun.turns import Turn
 
-__all__ = ["Options", "fast_lanes", "lanes"]
+__all__ = ["Options", "fast_lanes", "lanes", "shared"]
 
 #: pytest says this when its arguments chose no test.
 NO_TESTS = 5
@@ -108,8 +110,6 @@ def lanes(options: Options) -> list[Lane]:
             "tests on this machine",
             *(*BOTH_CORES, *REST, *(f"--ignore={one}" for one in INSIDE), "tests"),
         ),
-        _sanitizer(options, "address"),
-        _sanitizer(options, "thread"),
     ]
     machines = [
         Step("the emulated machines' kernel", ["scripts/rdma-testbed", "--build"], is_needed=True),
@@ -118,13 +118,22 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 2, "rxe", "--unmarked-others", "tests/te", "tests/sglang_mooncake"),
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
-        _pytest(options, "tests inside SGLang and LMCache", *REST, *INSIDE),
     ]
     if options.pytest_args:
         here[1] = _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")
     else:
         machines += _demos(options)
     return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]
+
+
+def shared(options: Options) -> list[Step]:
+    """What any lane may do when it is done with its own, the longest first. It needs what each lane
+    has set up."""
+    return [
+        _sanitizer(options, "address"),
+        _sanitizer(options, "thread"),
+        _pytest(options, "tests inside SGLang and LMCache", *REST, *INSIDE),
+    ]
 
 
 def _setup(*stage: str) -> Step:

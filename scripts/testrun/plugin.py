@@ -107,13 +107,16 @@ def _picked(items: list[pytest.Item], pick: int) -> list[pytest.Item]:
 
 def _group(item: pytest.Item, unmarked_too: bool) -> str | None:
     """Tests of one group are run together: they share what is dear to make. A mark without a name
-    is for all of a file. Without a mark a test is a group of its own, or in each run."""
+    is for all of a file, and one that says ``alone`` for each test by itself. Without a mark a test
+    is a group of its own, or in each run."""
     if item.get_closest_marker("each_run") is not None:
         return None
     mark = item.get_closest_marker("by_turns")
     if mark is None:
         has_turns = unmarked_too and item.get_closest_marker("driver") is None
         return item.nodeid if has_turns else None
+    if mark.kwargs.get("alone"):
+        return item.nodeid
     return f"{item.path}:{mark.args[0] if mark.args else ''}"
 
 

@@ -66,10 +66,12 @@ def run_pytest(
     timeout_s: float,
     left_out: Sequence[str] = (),
 ) -> int:
-    """The exit status of pytest, which knows nothing of this project's settings; 1 if it takes too
-    long. ``name``: of the script. ``left_out``: tests, as FILE::NAME."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    argv += ["-c", os.devnull, "--rootdir", str(folder), *files]
+    """The exit status of pytest, which knows nothing of this project's settings, nor of a
+    conftest.py above the folder; 1 if it takes too long. What is installed comes before modules
+    that lie beside the tests. ``name``: of the script. ``left_out``: tests, as FILE::NAME."""
+    argv = [sys.executable, "-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    argv += ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder)]
+    argv += ["--import-mode", "append", *files]
     argv += [f"--deselect={one}" for one in left_out]
     try:
         return subprocess.run(argv, cwd=folder, env=dict(given), timeout=timeout_s).returncode

@@ -50,7 +50,7 @@ ALLOWED = {
     "sglang_mooncake/faces": {"bootstrap_server"},
     "sglang_mooncake/faces/mooncake_engine": {"bootstrap_server", "te"},
     "sglang_mooncake/faces/mooncake_store": {"kvstore", "numpy", "te"},
-    "sglang_mooncake/faces/nixl": {"msgspec", "numpy", "te"},
+    "sglang_mooncake/faces/nixl": {"bootstrap_server", "msgspec", "numpy", "te"},
     "sglang_mooncake/router": {
         "aiohappyeyeballs",
         "aiohttp",

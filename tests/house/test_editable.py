@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""setup.py: which modules an editable install compiles."""
+"""setup.py: which modules an editable install compiles, and that what it copies is whole."""
 
 from __future__ import annotations
 
@@ -52,3 +52,25 @@ def test_modules_that_are_up_to_date_are_left_as_they_are(
     command.editable_mode = is_editable
     command.build_extensions()
     assert found == compiled
+
+
+def test_a_copy_that_is_cut_short_leaves_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, module = tmp_path / "built.so", tmp_path / "module.so"
+    built.write_bytes(b"all of it")
+    command = runpy.run_path(str(SETUP))["BuildOnAllCores"](Distribution())
+
+    def killed(self: build_ext, _infile: str, outfile: str, **_: object) -> None:
+        Path(outfile).write_bytes(b"all")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_ext, "copy_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            command.copy_file(str(built), str(module), level=1)
+    assert not module.exists()
+    # What is left of it is younger than what was built.
+    command.copy_file(str(built), str(module), level=1)
+    assert module.read_bytes() == b"all of it"
+    assert sorted(tmp_path.iterdir()) == [built, module]

@@ -120,6 +120,28 @@ def test_what_needs_a_step_that_failed_is_left_out(
     assert "lane one: tests: left out" in capfd.readouterr().out
 
 
+def test_shared_steps_are_for_whoever_is_done_first(tmp_path: Path) -> None:
+    last = tmp_path / "last"
+    lanes = [Lane("long", [sh("own", waits_for(last))]), Lane("short", [sh("own", "exit 0")])]
+    results = run_lanes(lanes, tmp_path, [sh("a", "exit 3"), sh("b", f"touch {last}")])
+    assert [(one.lane, one.step, one.code) for one in results] == [
+        ("long", "own", 0),
+        ("short", "own", 0),
+        ("short", "a", 3),
+        ("short", "b", 0),
+    ]
+
+
+def test_shared_steps_are_left_out_where_no_lane_could_be_set_up(tmp_path: Path) -> None:
+    lanes = [Lane("one", [Step("set-up", ["/bin/false"], is_needed=True)])]
+    results = run_lanes(lanes, tmp_path, [sh("a", f"touch {tmp_path}/never")])
+    assert [(one.lane, one.step, one.code, one.is_good) for one in results] == [
+        ("one", "set-up", 1, False),
+        ("any", "a", None, False),
+    ]
+    assert not (tmp_path / "never").exists()
+
+
 @pytest.mark.slow
 def test_processor_time_is_that_of_the_step_and_of_what_it_waited_for(tmp_path: Path) -> None:
     turns = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from testrun.plan import FAST_PARTS, Options, fast_lanes, lanes
+from testrun.plan import FAST_PARTS, Options, fast_lanes, lanes, shared
 from testrun.turns import Turn
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,13 @@ def test_the_demos_take_turns(turn: int | None, wheels: list[str], has_rdma: boo
     assert any("--transport rdma" in step for step in steps) == has_rdma
     written = [step for step in steps if "--write-reference" in step]
     assert len(written) == has_rdma
+
+
+def test_with_arguments_for_pytest_only_pytest_is_run() -> None:
+    options = Options(Path("/root"), Path("/root/build"), pytest_args=("-k", "one"))
+    found = [*shared(options), *(step for lane in lanes(options) for step in lane.steps)]
+    others = [step.name for step in found if step.argv[-2:] != ["-k", "one"]]
+    assert others == [step.name for step in found if step.is_needed]
 
 
 def test_the_fast_layer_uses_what_was_compiled_before_it() -> None:

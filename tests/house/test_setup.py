@@ -19,10 +19,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PIN = next(
-    line
-    for line in (ROOT / "scripts/constraints.txt").read_text().splitlines()
-    if line.startswith("torch==")
+PINS = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+PIN, SOUNDFILE = (
+    next(line for line in PINS if line.startswith(name)) for name in ("torch==", "soundfile==")
 )
 ORDINARY = PIN.removesuffix("+cpu")
 GIGABYTES = "several gigabytes"
@@ -113,7 +112,8 @@ class Machine:
                 check=False,
                 timeout=60,
             )
-        calls = [call for call in self.calls() if " -r " not in call and "--editable" not in call]
+        later = (" -r ", "--editable", SOUNDFILE)
+        calls = [call for call in self.calls() if not any(word in call for word in later)]
         return done.returncode, calls, (self.root / "said").read_text()
 
     def calls(self) -> list[str]:
@@ -173,13 +173,15 @@ def test_what_the_project_names_is_installed_at_pinned_versions(machine: Machine
     assert code == 0, said
     pins = machine.root / "scripts/constraints.txt"
     first = uv_call(machine, f"{BEST}--constraint {pins} --editable {machine.root}[test]")
-    assert machine.calls() == [first]
+    (_, imported) = calls = machine.calls()
+    assert calls == [first, imported]
+    assert imported.startswith("python -c import aiohttp.web, hypothesis"), "is compiled once"
     machine.setup(stage="fast")
-    assert machine.calls() == [first], "it is there"
+    assert machine.calls() == calls, "it is there"
     with (machine.root / "pyproject.toml").open("a") as project:
         project.write("# another one\n")
     machine.setup(stage="fast")
-    assert machine.calls() == [first, first]
+    assert machine.calls() == [*calls, *calls]
 
 
 def test_with_sglang_there_is_all_that_the_project_names(machine: Machine) -> None:
@@ -212,7 +214,8 @@ def test_all_that_the_project_names_is_pinned() -> None:
 def test_it_writes_down_how_long_each_step_took(machine: Machine) -> None:
     machine.has("torch")
     machine.setup(stage="serving")
-    steps = [f"serving: {one}" for one in (PIN, "SGLang and what it needs", "this project")]
+    what = (PIN, SOUNDFILE, "SGLang and what it needs", "this project")
+    steps = [f"serving: {one}" for one in what]
     assert list(machine.times()) == steps
     assert min(machine.times().values()) >= 0
     machine.setup(stage="serving")
@@ -258,6 +261,14 @@ def test_the_ordinary_torch_is_the_last_resort_and_said_before(
     assert again == 0, said
 
 
+def test_pip_chooses_between_the_wheels_of_soundfile_before_uv_can(machine: Machine) -> None:
+    machine.has("torch")
+    machine.setup()
+    calls = machine.calls()
+    by_pip = calls.index(f"{PIP}--no-deps --no-compile {SOUNDFILE}")
+    assert by_pip < next(n for n, call in enumerate(calls) if " -r " in call)
+
+
 def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
     code, _, said = machine.setup(PIN, f"uv:{ORDINARY}", ORDINARY)
     assert code == 1
@@ -274,7 +285,7 @@ global.extra-index-url='\\nfile:///a/simple\\nhttps://b.example/simple?c=d'
 install.no-index='false'
 """)
     machine.setup(stage="fast")
-    (call,) = machine.calls()
+    call, _ = machine.calls()
     looks = (
         "--find-links /wheels --default-index https://mirror.example/simple"
         " --index file:///a/simple --index https://b.example/simple?c=d"
@@ -283,7 +294,7 @@ install.no-index='false'
     (machine.root / "configured").write_text(":env:.no-index='true'\n")
     (machine.root / ".venv/setup-fast.stamp").unlink()
     machine.setup(stage="fast")
-    assert f"{BEST}--no-index --constraint " in machine.calls()[-1]
+    assert f"{BEST}--no-index --constraint " in machine.calls()[-2]
 
 
 def test_what_uv_does_not_find_comes_from_pip_which_asks_again_where_it_broke_off(

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,8 @@ from testrun.table import read_times
 from testrun.turns import PARTS, Turn, pick_of_commit
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+pytest_plugins = ["pytester"]
 
 
 @given(st.sets(st.text(max_size=5), max_size=40))
@@ -90,6 +89,16 @@ def test_letter(member):
 """
 
 
+ALONE = """
+import pytest
+
+@pytest.mark.by_turns(alone=True)
+@pytest.mark.parametrize("number", range(3))
+def test_alone(number):
+    pass
+"""
+
+
 DEVICE = """
 import pytest
 
@@ -100,33 +109,27 @@ def test_a_device():
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> list[str]:
-    """The tests that were run, without their files."""
-    times = tmp_path / "times"
+def run(pytester: pytest.Pytester, *arguments: str, apart: bool = False) -> list[str]:
+    """The tests that were run, without their files. ``apart``: by a process of its own."""
+    times = pytester.path / "times"
     times.unlink(missing_ok=True)
     for name, text in (("these", TESTS), ("file", FILE), ("sets", SETS)):
-        (tmp_path / f"test_{name}.py").write_text(text)
-    config = tmp_path / "pytest.ini"
+        (pytester.path / f"test_{name}.py").write_text(text)
+    config = pytester.path / "pytest.ini"
     config.write_text("[pytest]\nmarkers =\n  by_turns\n  driver\n  each_run\n  fast\n  one_of\n")
-    options = ["-p", "testrun.plugin", "--times", str(times), *arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", str(config), *options, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    call = pytester.runpytest_subprocess if apart else pytester.runpytest_inprocess
+    done = call("-q", "-c", config, "-p", "testrun.plugin", "--times", times, *arguments)
+    assert done.ret == 0
     return sorted(name.rpartition("::")[2] for name in read_times(times.read_text().splitlines()))
 
 
 @pytest.mark.slow
-def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
+def test_parts_are_all_and_groups_stay_whole(pytester: pytest.Pytester) -> None:
     shared = [f"test_{name}[{number}]" for name in ("one", "other") for number in range(3)]
-    parts = [run(tmp_path, "--turn", f"{number}/3") for number in (1, 2, 3)]
+    parts = [run(pytester, "--turn", f"{number}/3") for number in (1, 2, 3)]
     letters = [f"test_letter[{name}]" for name in "abc"]
     always = ["test_always", "test_of_one_device", "test_quick", "test_unmarked", *letters]
-    assert run(tmp_path) == sorted([*always, "test_first", "test_last", *shared])
+    assert run(pytester) == sorted([*always, "test_first", "test_last", *shared])
     turns = [sorted(set(part) - set(always)) for part in parts]
     assert sorted(turns) == sorted(
         [
@@ -139,8 +142,16 @@ def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_those_without_a_mark_take_turns_if_asked_to(tmp_path: Path) -> None:
-    parts = [run(tmp_path, "--unmarked-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
+def test_those_alone_take_turns_one_by_one(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_alone.py").write_text(ALONE)
+    parts = [run(pytester, "--turn", f"{number}/3") for number in (1, 2, 3)]
+    found = [[name for name in part if name.startswith("test_alone")] for part in parts]
+    assert sorted(found) == [[f"test_alone[{number}]"] for number in range(3)]
+
+
+@pytest.mark.slow
+def test_those_without_a_mark_take_turns_if_asked_to(pytester: pytest.Pytester) -> None:
+    parts = [run(pytester, "--unmarked-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
     assert all({"test_always", "test_of_one_device"} <= set(part) for part in parts)
     assert sum("test_unmarked" in part for part in parts) == 1
     assert sum("test_quick" in part for part in parts) == 1
@@ -148,12 +159,12 @@ def test_those_without_a_mark_take_turns_if_asked_to(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_two_runs_share_those_without_a_mark(tmp_path: Path, number: int) -> None:
+def test_two_runs_share_those_without_a_mark(pytester: pytest.Pytester, number: int) -> None:
     turn = ("--turn", f"{number}/3")
-    these = set(run(tmp_path, "--unmarked-too", *turn))
+    these = set(run(pytester, "--unmarked-too", *turn))
     # What one of them alone has changes nothing.
-    (tmp_path / "test_a_device.py").write_text(DEVICE)
-    others = set(run(tmp_path, "--unmarked-others", *turn))
+    (pytester.path / "test_a_device.py").write_text(DEVICE)
+    others = set(run(pytester, "--unmarked-others", *turn))
     unmarked = {"test_unmarked", "test_quick", *(f"test_letter[{name}]" for name in "abc")}
     assert not these & others & unmarked
     assert these | others > unmarked
@@ -161,16 +172,16 @@ def test_two_runs_share_those_without_a_mark(tmp_path: Path, number: int) -> Non
 
 
 @pytest.mark.slow
-def test_those_of_the_fast_layer_take_turns_if_asked_to(tmp_path: Path) -> None:
-    parts = [run(tmp_path, "--fast-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
+def test_those_of_the_fast_layer_take_turns_if_asked_to(pytester: pytest.Pytester) -> None:
+    parts = [run(pytester, "--fast-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
     assert all({"test_always", "test_unmarked"} <= set(part) for part in parts)
     assert sum("test_quick" in part for part in parts) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pick", "letter"), [(0, "a"), (1, "b"), (5, "c"), (6, "a")])
-def test_of_a_set_one_member_is_picked(tmp_path: Path, pick: int, letter: str) -> None:
-    ran = run(tmp_path, "--pick", str(pick))
+def test_of_a_set_one_member_is_picked(pytester: pytest.Pytester, pick: int, letter: str) -> None:
+    ran = run(pytester, "--pick", str(pick))
     assert [name for name in ran if name.startswith("test_letter")] == [f"test_letter[{letter}]"]
     assert "test_unmarked" in ran
 
@@ -181,8 +192,12 @@ def test_a_commit_picks(commit: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_leave_out_the_same(tmp_path: Path) -> None:
-    assert run(tmp_path, "--turn", "2/3", "-n", "2") == run(tmp_path, "--turn", "2/3")
+def test_workers_leave_out_the_same(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    workers = run(pytester, "--turn", "2/3", "-n", "2", apart=True)
+    assert workers == run(pytester, "--turn", "2/3")
 
 
 def test_times_of_a_test_are_added_up() -> None:

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE, LlamaSize, make_llama
+from cpu_serving.nursery import Nursery
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
 from cpu_serving.servers import Fleet, Server, ServerOptions, base_environment, wait_ready
@@ -70,12 +71,12 @@ PUBLISHED: Final = Figures(-0.691, -0.672, -0.709, -0.619, -0.633, -0.649, 1.910
 9,728 tokens that make 64 each, sent at once."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """The exit status."""
+def main(argv: Sequence[str], nursery: Nursery | None = None) -> int:
+    """The exit status. With a `nursery` the server is forked from it."""
     options = parse_hits(argv)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-hits-"))
     try:
-        cold, hit, problems = _run(options, run_dir)
+        cold, hit, problems = _run(options, run_dir, nursery)
     except ServingError as error:
         print(f"demo: {error}\ndemo: the logs are in {run_dir}", file=sys.stderr)
         return EXIT_BROKEN
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(
-    options: argparse.Namespace, run_dir: Path
+    options: argparse.Namespace, run_dir: Path, nursery: Nursery | None
 ) -> tuple[list[Figures], list[Figures], list[str]]:
     size = LlamaSize(
         layers=options.layers,
@@ -108,7 +109,7 @@ def _run(
     hit: list[Figures] = []
     problems: list[str] = []
     rng = np.random.default_rng(options.seed)
-    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(run_dir) as fleet:
+    with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(run_dir, nursery) as fleet:
         directory = Path(path)
         server = _start(fleet, plain, directory, lent, run_dir)
         for number in range(1, options.rounds + 1):

@@ -19,6 +19,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, Self
@@ -50,11 +52,14 @@ PRELOAD = (
     "sglang_mooncake.sglang.receiver",
     "sglang_mooncake.sglang.registry",
     "sglang_mooncake.sglang.sender",
+    # Behind all that its hooks are looked for in.
+    "cpu_serving.hooked",
 )
 #: Names, or their beginnings, of variables that nothing reads before a server runs.
 READ_LATER = (
     "CPU_SERVING_",
     "MOONCAKE_",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
     "PYTEST_",
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_DISAGGREGATION_HEARTBEAT_",
@@ -64,6 +69,7 @@ READ_LATER = (
     "SGLANG_MOONCAKE_",
     "SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB",
 )
+PATH = "PYTHONPATH"
 MESSAGE_BYTES = 1 << 17
 MAX_FDS = 64
 # Above what a process of SGLang's has open as it spawns another.
@@ -131,6 +137,7 @@ class Nursery:
             read_later: Names, or their beginnings, of variables in which a server may differ.
         """
         self._env = dict(env)
+        self._packages = {name.partition(".")[0] for name in preload}
         self._read_later = tuple(read_later)
         # What is forked becomes this process's child once the one between them has ended.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -142,7 +149,7 @@ class Nursery:
                     *(python, "-m", "cpu_serving.nursery"),
                     *(str(far.fileno()), str(os.getpid()), *preload),
                 ],
-                env={**self._env, "PYTHONPATH": _python_path(self._env)},
+                env={**self._env, PATH: _python_path(self._env)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -163,9 +170,16 @@ class Nursery:
             self._process.wait()
 
     def fits(self, env: Mapping[str, str]) -> bool:
-        """Whether a server with this environment may be forked here."""
-        names = {n for n in {*env, *self._env} if env.get(n) != self._env.get(n)}
-        return all(name.startswith(self._read_later) for name in names)
+        """Whether a server with this environment may be forked here. It may have more folders on
+        its path, if there is nothing in them that is imported here."""
+        names = {n for n in {*env, *self._env} if env.get(n) != self._env.get(n)} - {PATH}
+        mine, its = _folders(self._env), _folders(env)
+        more = [Path(one) for one in its if one not in mine]
+        return (
+            all(name.startswith(self._read_later) for name in names)
+            and [one for one in its if one in mine] == mine
+            and not any((one / name).exists() for one in more for name in self._packages)
+        )
 
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
@@ -194,10 +208,13 @@ class Nursery:
                 raise RuntimeError(f"the nursery of servers failed: {error!r}\n{said}") from error
 
 
+def _folders(env: Mapping[str, str]) -> list[str]:
+    return [os.path.abspath(one) for one in env.get(PATH, "").split(os.pathsep) if one]  # noqa: PTH100 - as Python does
+
+
 def _python_path(env: Mapping[str, str]) -> str:
     """Where this module is found, too."""
-    here = str(Path(__file__).parents[1])
-    return ":".join([*filter(None, [env.get("PYTHONPATH")]), here])
+    return os.pathsep.join([*_folders(env), str(Path(__file__).parents[1])])
 
 
 def _ask(template: socket.socket, message: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -244,6 +261,7 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
         time.sleep(0.001)
     os.environ.clear()
     os.environ.update(message["env"])
+    _find_in([one for one in _folders(os.environ) if one not in sys.path])
     # Out of the way of the numbers that they shall have.
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in fds]
     for fd in fds:
@@ -273,6 +291,16 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
         os.set_inheritable(number, False)
         os.close(fd)
     return functools.partial(_run_spawned, message["spawned"])
+
+
+def _find_in(more: Sequence[str]) -> None:
+    """Folders that the nursery has not on its path come first. What Python runs as it starts is run
+    if it lies there; the nursery has run the others'."""
+    others, sys.path[:] = sys.path[:], more
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sys.path[:] = [*more, *others]
 
 
 def _enter_host(network: int) -> None:
@@ -324,7 +352,7 @@ def _fork_what_is_spawned(template: socket.socket) -> None:
 
 def _run_module(module: str, arguments: Sequence[str]) -> None:
     _apply_shim()
-    sys.modules.pop(module)  # to be run as a program
+    sys.modules.pop(module, None)  # to be run as a program
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -23,7 +23,7 @@ FLUSH_TIMEOUT_S = 120.0
 def with_store(
     options: ServerOptions, directory: Path, memory: str = "64MiB", **more: Any
 ) -> ServerOptions:
-    """The options of a server of which each rank lends that much memory. ``more``: settings of
+    """The options of a server whose host lends that much memory. ``more``: settings of
     ``kvstore.Config`` and of the linker."""
     config = {
         "linker": "StoreLinker",

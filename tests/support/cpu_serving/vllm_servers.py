@@ -222,6 +222,7 @@ def start_vllm(
     release: Path | None = None,
     more_env: Mapping[str, str] = MappingProxyType({}),
     port: int | None = None,
+    by_run: bool = False,
 ) -> VllmServer:
     """Starts one, forked from the fleet's nursery if it fits there.
 
@@ -230,14 +231,18 @@ def start_vllm(
     release: the folder of another release of vLLM.
     more_env: variables besides; what they say of PYTHONPATH comes first there.
     port: without one a free one.
+    by_run: by users' own command, `sglang-mooncake run -- vllm serve`, and never forked.
 
     Raises:
         ServingError: vLLM's environment is not there.
     """
     _require()
     port = port or fleet.port()
-    argv = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", HOST]
-    argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    argv = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
+    if by_run:
+        argv = ["sglang_mooncake.sglang.cli", "run", "--", "vllm", "serve", str(model)]
+        more_env = {"PATH": os.pathsep.join((str(PYTHON.parent), os.environ["PATH"])), **more_env}
+    argv += ["--host", HOST, "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     argv += ["--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(BLOCK)]
     argv += ["--enable-prompt-tokens-details", "--tensor-parallel-size", str(tp), *flags]
     ours = sorted(os.sched_getaffinity(0))
@@ -246,7 +251,7 @@ def start_vllm(
     path = (more_env.get("PYTHONPATH"), env["PYTHONPATH"])
     env |= {**more_env, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     log = fleet.run_dir / f"{name}.log"
-    process = fleet.process(f"{name} server", argv, env, log, PYTHON, is_server=True)
+    process = fleet.process(f"{name} server", argv, env, log, PYTHON, is_server=not by_run)
     return VllmServer(process, f"http://{HOST}:{port}")
 
 

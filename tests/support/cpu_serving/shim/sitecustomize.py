@@ -36,6 +36,7 @@ to each of them come too late, and they share those of the server.
 vLLM's connector of NIXL pins workers on a CPU to the last core of the host, all to the same. They
 keep those that they have. Its connectors of Mooncake ask which GPU a worker has, and for an event
 on its stream: they hear of the first one, and that what was computed is there, as on a CPU it is.
+The command `vllm` asks for the version of a package of that name; the build for CPUs has another.
 
 With `CPU_SERVING_STOCK=1` SGLang's own backends run on a CPU. It registers every KV pool with NIXL
 as memory of a GPU, which UCX refuses when it is not: NIXL's word for it then means host memory. And
@@ -238,6 +239,11 @@ def _name_a_device(module: ModuleType) -> None:
     module.torch.accelerator.current_device_index = lambda: 0
 
 
+def _know_the_version(module: ModuleType) -> None:
+    known = SimpleNamespace(version=lambda _name: sys.modules["vllm"].__version__)
+    module.importlib = SimpleNamespace(metadata=known)  # type: ignore[attr-defined]
+
+
 class _Past:
     """An event that has happened."""
 
@@ -302,6 +308,7 @@ _AFTER: dict[str, Patch] = {
     f"{_VLLMS_CONNECTORS}.mooncake.mooncake_connector": _name_a_device,
     f"{_VLLMS_CONNECTORS}.mooncake.store.worker": _compute_at_once,
     f"{_VLLMS_CONNECTORS}.nixl.base_worker": _leave_cores_alone,
+    "vllm.entrypoints.cli.main": _know_the_version,
     "vllm.utils.system_utils": _fork_vllm,
 }
 
