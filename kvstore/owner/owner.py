@@ -80,6 +80,8 @@ class Owner:
         self._file: SlabFile | None = None
         self._keeps_file = False
         self._lock = threading.Lock()
+        #: Of which all have been told.
+        self._evicted = 0
         self._log = ChangeLog(CHANGES_KEPT)
         #: Called whenever there are new changes, in the thread that has made them: those of this
         #: process before who has made them is told, those that tell others later, too.
@@ -322,8 +324,11 @@ class Owner:
         now_s = self._clock()
         with self._lock:
             self._table.unpin_overdue(now_s)
-            evicted = self._table.make_room(self._config.free_low, self._config.free_high)
-        if evicted:
+            self._table.make_room(self._config.free_low, self._config.free_high)
+            evicted = self._table.counts.evicted
+        # Some may have left for a put that was given up.
+        if evicted != self._evicted:
+            self._evicted = evicted
             self.tell()
         if self._tiering is not None:
             self._tiering.wake()

@@ -190,13 +190,19 @@ class ObjectTable:
         brings: bool = False,
     ) -> Claim:
         """Slots for objects of one signature and size. No slot is taken for a key that is stored
-        or claimed already. ``brings``: the objects are read from elsewhere, which may fail, so that
-        whoever stores one meanwhile has a slot all the same."""
+        or claimed already. Others of the class leave for them. ``brings``: the objects are read
+        from elsewhere, which may fail, so that none leaves for them, and whoever stores one
+        meanwhile has a slot all the same."""
         units = self.slab.serving(class_of(nbytes))
         verdicts: list[Verdict] = []
         granted: list[bytes] = []
         slots: list[int] = []
         raw = keys.tobytes()
+        if not brings and self.slab.free_slots(units) < len(keys):
+            names = {raw[at : at + KEY_BYTES] + signature for at in range(0, len(raw), KEY_BYTES)}
+            wanted = sum(self._verdict(name, nbytes) is Verdict.GRANTED for name in names)
+            # Those that have no copy in the tier wait until they are written: none is lost for it.
+            self._make_free(units, wanted, is_pressed=not self.ledger.has_tier)
         for start in range(0, len(raw), KEY_BYTES):
             name = raw[start : start + KEY_BYTES] + signature
             slot = None
@@ -349,6 +355,13 @@ class ObjectTable:
         self.ledger.note_late()
         self.counts.evicted += len(gone)
         return len(gone)
+
+    def _make_free(self, units: int, count: int, *, is_pressed: bool) -> None:
+        """Objects of a class leave until so many of its slots are free, or will be once those are
+        written to the lower tier. ``is_pressed``: see ``_let_go``."""
+        short = count - self.slab.free_slots(units) - self.ledger.demoting_in(units)
+        if units in self._policies and short > 0:
+            self.counts.evicted += len(self._evict(units, short, is_pressed=is_pressed))
 
     def _balance(self) -> None:
         """A class that has replaced all of its objects gets a chunk of one that has replaced less

@@ -131,7 +131,8 @@ class TieredTable(PinnedTable):
         call ``landed``. Others may leave for them; ``LATER`` if no slot is free yet."""
         units = self.slab.serving(class_of(nbytes))
         wanted = sum(name in self.ledger and name not in self._objects for name in names)
-        self._make_free(units, wanted)
+        # It can wait where it lies until others have been written there.
+        self._make_free(units, wanted, is_pressed=False)
         return [self._promote(name, nbytes, units) for name in names]
 
     def _promote(self, name: bytes, nbytes: int, units: int) -> Promoted:
@@ -150,13 +151,6 @@ class TieredTable(PinnedTable):
             return _LATER
         self.ledger.promoting[name] = slot
         return Promoted(PromotionState.TAKEN, slot)
-
-    def _make_free(self, units: int, count: int) -> None:
-        """What is promoted lies in the lower tier, and can wait there until others have been
-        written: none is lost for it."""
-        short = count - self.slab.free_slots(units) - self.ledger.demoting_in(units)
-        if units in self._policies and short > 0:
-            self.counts.evicted += len(self._evict(units, short, is_pressed=False))
 
     def landed(
         self, names: Sequence[bytes], nbytes: int, checksums: Sequence[int | None]

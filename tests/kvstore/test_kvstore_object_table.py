@@ -197,6 +197,31 @@ def test_room_is_made_up_to_the_high_mark_and_the_oldest_go() -> None:
     assert table.counts.evicted == 6
 
 
+def test_a_put_makes_the_room_that_it_needs() -> None:
+    table, headers, _ = table_of(4)
+    store(table, keys(32, 1))
+    pins = keys(32, 1)[:2]
+    table.touch(pins, SIG)
+    claim = store(table, np.concatenate([keys(20, 2), keys(3, 1)[:2]]))
+    assert claim.verdicts == [Verdict.GRANTED] * 20 + [Verdict.EXISTS] * 2
+    assert len(table) == 32
+    assert all(table.sizes(np.concatenate([pins, keys(20, 2)]), SIG)), "the oldest have left"
+    assert table.counts.evicted == 20
+    assert (headers["state"] == LIVE).sum() == 32
+
+
+def test_what_is_brought_makes_no_room_and_no_put_takes_slots_under_way() -> None:
+    table, _, _ = table_of(1)
+    under_way = table.claim(keys(6, 1), SIG, UNIT_BYTES, 5.0)
+    store(table, keys(2, 2))
+    brought = table.claim(keys(2, 3), SIG, UNIT_BYTES, 5.0, brings=True)
+    assert brought.verdicts == [Verdict.NO_SPACE] * 2
+    found = store(table, keys(4, 4))
+    assert found.verdicts == [Verdict.GRANTED] * 2 + [Verdict.NO_SPACE] * 2
+    assert not set(found.slots) & set(under_way.slots)
+    assert len(table) == table.counts.evicted == 2
+
+
 def test_a_class_without_a_slot_gets_the_chunk_with_the_least_in_it() -> None:
     table, _, _ = table_of(2)
     store(table, keys(11, 1))  # 8 in one chunk, 3 in the other

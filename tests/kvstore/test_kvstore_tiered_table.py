@@ -17,6 +17,7 @@ from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Record
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import PARTS, Demoting, Ledger
+from kvstore.rules.object_table import Verdict
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found as LeftBehind
 
@@ -304,16 +305,16 @@ def test_what_a_promotion_sends_down_does_not_make_the_tier_slow() -> None:
     claim = table.claim(many[:12], SIG, UNIT_BYTES, 0.0)
     assert table.take_claim(claim.id) is claim
     table.publish(claim, [1] * 12)
-    assert not table.claim(many[12:], SIG, UNIT_BYTES, 0.0).slots
     assert table.promote(FULL_NAMES[:1], UNIT_BYTES) == [Promoted(PromotionState.LATER)]
     assert len(table.ledger.demoting) == 1, "for the promotion"
+    assert not table.claim(many[12:], SIG, UNIT_BYTES, 0.0).slots
     assert table.make_room(0.0, 0.0) == 0
     assert table.ledger.counts.dropped == 0, "the tier has had no time to write it"
     all_left(table)
     assert table.promote(FULL_NAMES[:1], UNIT_BYTES)[0].state is PromotionState.TAKEN
 
 
-def test_two_who_promotion_one_object_get_one_slot() -> None:
+def test_two_who_promote_one_object_get_one_slot() -> None:
     table, _, _ = table_of(1 << 20)
     store(table, [0])
     table.demote_all()
@@ -384,3 +385,19 @@ def test_what_is_too_large_for_the_memory_stays_below_unseen() -> None:
     assert table.adopt_lower_tier(left) == 1
     assert len(log) == 1
     assert table.promote(FULL_NAMES[:1], CHUNK + 1) == [Promoted(PromotionState.GONE)]
+
+
+def test_a_put_waits_for_the_tier_instead_of_dropping_objects() -> None:
+    """What it finds no slot for is refused, and finds one when others have been written."""
+    table, _, _ = table_of(2 * UNIT_BYTES)
+    old, new = keys(12, seed=1), keys(8, seed=2)
+    for some, refused in ((old, 0), (new, 8), (new, 8)):
+        claim = table.claim(some, SIG, UNIT_BYTES, 0.0)
+        assert claim.verdicts.count(Verdict.NO_SPACE) == refused
+        table.take_claim(claim.id)
+        table.publish(claim, [1] * len(claim.slots))
+    assert (len(table), len(table.ledger.demoting)) == (12, 8), "asked again, no more leave"
+    all_left(table)
+    claim = table.claim(new, SIG, UNIT_BYTES, 0.0)
+    assert claim.verdicts == [Verdict.GRANTED] * 8
+    assert (len(table.ledger), table.ledger.counts.dropped) == (8, 0)
