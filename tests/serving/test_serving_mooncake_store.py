@@ -34,7 +34,8 @@ FLAGS = (
 
 
 @pytest.fixture
-def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tmp_path: Path, directory: Path) -> Iterator[Fleet]:
+    """Ends before the store's owner: its servers would start another one."""
     with Fleet(tmp_path, nursery) as fleet:
         yield fleet
 

@@ -55,7 +55,12 @@ PROMPT = 400
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
+    place: Place,
+) -> Iterator[Fleet]:
+    """Ends before the store's owner: its servers would start another one."""
     with Fleet(tmp_path_factory.mktemp("store"), nursery) as fleet:
         yield fleet
 
@@ -321,3 +326,4 @@ def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference:
         until(lambda: told.items() <= metrics(pair.prefill).items(), "SGLang's /metrics has it")
         for server in (pair.prefill, pair.decode):
             assert leaked_pages(server) == 0
+            server.stop()

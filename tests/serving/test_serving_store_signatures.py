@@ -36,7 +36,8 @@ PAGES = sum(map(stored_pages, REQUESTS))
 
 
 @pytest.fixture
-def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tmp_path: Path, place: Place) -> Iterator[Fleet]:
+    """Ends before the store's owner: its servers would start another one."""
     with Fleet(tmp_path, nursery) as fleet:
         yield fleet
 

@@ -29,7 +29,8 @@ WINDOW_PAGE_BYTES = 2 * 2 * 16 * 2 * 32 * 4
 
 
 @pytest.fixture
-def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tmp_path: Path, place: Place) -> Iterator[Fleet]:
+    """Ends before the store's owner: its servers would start another one."""
     with Fleet(tmp_path, nursery) as fleet:
         yield fleet
 

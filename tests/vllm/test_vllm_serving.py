@@ -72,7 +72,12 @@ def owner(hosting: ExitStack, place: Path) -> Store:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Fleet]:
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory,
+    nursery: Nursery,
+    hosting: ExitStack,
+) -> Iterator[Fleet]:
+    """Ends before the store's owner: its servers would start another one."""
     with Fleet(tmp_path_factory.mktemp("vllm"), nursery) as fleet:
         yield fleet
 
