@@ -132,7 +132,8 @@ def _add_how_it_is_reached(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--index",
         default="",
-        help="where the processes of several hosts meet: redis://HOST:6379 or etcd://HOST:2379",
+        help="where the processes of several hosts meet: redis://HOST:6379, etcd://HOST:2379 or"
+        " registry://HOST:8998",
     )
     serve.add_argument(
         "--secret-file", type=Path, help="the deployment's secret; needed with --index"

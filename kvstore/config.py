@@ -74,8 +74,8 @@ class Config:
     #: their like count for all.
     linger_s: float = 600.0
     #: Where the owners of several hosts find each other: the URL of a Redis or Valkey server, such
-    #: as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it the store is this host's
-    #: alone.
+    #: as "redis://host:6379/0", of etcd, "etcd://host:2379", or of a registry,
+    #: "registry://host:8998". Without it the store is this host's alone.
     index: str = ""
     #: The address of this host that other hosts reach. By default the one from which it reaches the
     #: index.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the store costs with many owners.
 
-Four parts, each the real one beside stand-ins for the rest of the cluster:
+Five parts, each the real one beside stand-ins for the rest of the cluster:
 
 * *table*: one process's table of all objects, entries of `--owners` owners;
 * *client*: one process that follows so many owners, which all announce `--changes` a second (these
   owners are one process that speaks their side of the protocol);
 * *owner*: one owner that so many processes follow;
-* *index*: a Redis server at which so many owners renew their entries, once a second each.
+* *index*: a Redis server at which so many owners renew their entries, once a second each;
+* *registry*: the same at a registry of this package, with a secret.
 
 Prints one JSON object. Processor time is that of the process in question, for each second; of a
 client also that of the one thread that follows (`follower_cpu_s_per_s`). In most of that time no
@@ -46,16 +47,19 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
     PARSER.add_argument("--objects", type=int, default=10_000_000, help="in the table")
     PARSER.add_argument("--changes", type=float, default=1560.0, help="of each owner, a second")
     PARSER.add_argument("--seconds", type=float, default=10.0)
-    PARSER.add_argument("--parts", default="table,client,owner,index")
+    PARSER.add_argument("--parts", default="table,client,owner,index,registry")
     OPTIONS = PARSER.parse_args()
 
 import numpy as np
 import redis
 import zmq
 
+from bootstrap_server import BootstrapServer
+from bootstrap_server.admission.secret import Keys
 from kvstore._table import Table
 from kvstore.client.following import Following
 from kvstore.membership.index_redis import KEYS, SCRIPT
+from kvstore.membership.index_registry import RegistryIndex
 from kvstore.membership.members import FORGOTTEN_S
 from kvstore.objects.changes import ADDED, CHANGE, OWNERS_MAX, PLACE, REMOVED, Records
 from kvstore.owner.followers import ANSWER_S, NEWS_S
@@ -76,6 +80,7 @@ from kvstore.rules.change_log import ChangeLog
 
 FINGERPRINT = 7
 KEYS_KEPT = 1 << 16
+REGISTRY_KEYS = Keys.from_secrets([b"the secret of a registry that is measured"]).registry
 STEP_S = 0.02
 """How often the owners' changes are made: as often as a busy server stores a batch of pages."""
 
@@ -327,6 +332,54 @@ def index(owners: int, seconds: float) -> dict[str, float]:
         }
 
 
+def registry(owners: int, seconds: float) -> dict[str, float]:
+    """As ``index``: each renewal is a request that is proved, and so is its answer."""
+    with both_ends() as (mine, theirs):
+        process = get_context("spawn").Process(target=serve_registry, args=(theirs,))
+        process.start()
+        there = RegistryIndex(f"registry://127.0.0.1:{mine.recv()}", 10.0, 3600.0, REGISTRY_KEYS)
+
+        def used_s() -> float:
+            mine.send("how much?")
+            return float(mine.recv())
+
+        entries = [
+            (f"{number:032x}", f"{number:032x} {0:016x} tcp://10.0.0.1:{number}".encode())
+            for number in range(owners)
+        ]
+        version = b""
+        for name, entry in entries:
+            version = there.exchange(name, entry, version)[0]
+        renewals, before_s, begin_s = 0, used_s(), time.monotonic()
+        while time.monotonic() < begin_s + seconds:
+            for name, entry in entries:
+                assert there.exchange(name, entry, version)[1] is None, "nothing has changed"
+            renewals += owners
+        each_s = (used_s() - before_s) / renewals
+        before_s, lists = used_s(), min(owners, 200)
+        for _ in range(lists):
+            found = there.exchange("", b"", b"")[1]
+            assert found is not None
+            assert len(found) == owners
+        list_s = (used_s() - before_s) / lists
+        there.close()
+        mine.send("")
+        process.join()
+    return {
+        "renewal_us": 1e6 * each_s,
+        "cpu_s_per_s": owners * each_s,
+        "list_us": 1e6 * list_s,
+        "cpu_s_for_each_new_owner": owners * list_s,
+    }
+
+
+def serve_registry(theirs: Connection) -> None:
+    with BootstrapServer("127.0.0.1", 0, keys=REGISTRY_KEYS) as server:
+        theirs.send(server.port)
+        while theirs.recv():
+            theirs.send(cpu_s())
+
+
 @contextmanager
 def redis_server() -> Iterator[Any]:
     with socket.socket() as probe:
@@ -397,6 +450,7 @@ def main(options: argparse.Namespace) -> int:
         "client": lambda: client(owners, options.changes, seconds),
         "owner": lambda: owner(owners, options.changes, seconds),
         "index": lambda: index(owners, seconds),
+        "registry": lambda: registry(owners, seconds),
     }
     figures = {name: parts[name]() for name in options.parts.split(",")}
     print(json.dumps({"owners": owners, "cores": os.cpu_count(), **figures}, indent=1))

@@ -17,6 +17,8 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
 | `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
 | `PUT /v1/routers` | `RouterReport` | `OK`; for the status page |
+| `PUT /v1/store-owners` | `EntryOf` | `StoreEntries`: where the owners of a store are |
+| `DELETE /v1/store-owners` | `EntryOf` | `OK`: this one has ended |
 | `GET /` | | the status page (`status.py`) |
 | `GET /v1/status` | | what it shows |
 
@@ -60,6 +62,7 @@ from bootstrap_server.http.query import rank_number, revision_of, wait_s_of
 from bootstrap_server.http.rank_lines import RankLines
 from bootstrap_server.http.routers import RouterHandlers
 from bootstrap_server.http.status import StatusHandlers
+from bootstrap_server.http.store_owners import StoreOwnerHandlers
 from bootstrap_server.http.succession import Succession
 from bootstrap_server.http.waiting import Waiting
 from bootstrap_server.page.board import Board, Report
@@ -111,6 +114,7 @@ _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
     "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, "
     "the latter four under /v1/decode-servers, /v1/given-up-rooms, /v1/routers, "
+    "/v1/store-owners, "
     "and for people / and /v1/status"
 )
 
@@ -175,6 +179,7 @@ def make_app(
             *handlers.leases(f"{_DECODE_SERVERS}/"),
             *given_up.routes(),
             *RouterHandlers(board, clock).routes(),
+            *StoreOwnerHandlers(clock, board.first_revision).routes(),
             *status.routes(),
             *metrics.routes(),
         ]

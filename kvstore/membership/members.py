@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the owners of several hosts are: a list in Redis, Valkey or etcd, in which each owner
-renews its entry. It says where owners listen and nothing of what they hold, which each owner tells
-its clients itself. So little depends on it: while it is away, or after it has lost everything, all
-who know each other go on, and only a new process is not found until it is back."""
+"""Where the owners of several hosts are: a list in Redis, Valkey, etcd or a registry of this
+package, in which each owner renews its entry. It says where owners listen and nothing of what they
+hold, which each owner tells its clients itself. So little depends on it: while it is away, or after
+it has lost everything, all who know each other go on, and only a new process is not found until it
+is back."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from bootstrap_server.admission.secret import Keys
-from kvstore.membership import index_etcd, index_redis
+from kvstore.membership import index_etcd, index_redis, index_registry
 from kvstore.membership.index_etcd import EtcdIndex
 from kvstore.membership.index_redis import RedisIndex
+from kvstore.membership.index_registry import RegistryIndex
 from kvstore.protocol.sockets import Where
 
 __all__ = ["SCHEMES", "Members", "host_towards"]
 
 logger = logging.getLogger(__name__)
 
-KINDS: Final = (index_redis, index_etcd)
+KINDS: Final = (index_redis, index_etcd, index_registry)
 SCHEMES: Final = tuple(scheme for kind in KINDS for scheme in kind.SCHEMES)
 PERIOD_S: Final = 1.0
 """How often an owner renews its entry, and everybody looks."""
@@ -68,7 +70,7 @@ class Members:
     def __init__(self, url: str, host: str, keys: Keys) -> None:
         """
         Args:
-            url: such as ``redis://host:6379/0`` or ``etcd://host:2379``.
+            url: such as ``redis://host:6379/0``, ``etcd://host:2379`` or ``registry://host:8998``.
             host: the address at which other hosts reach this one, or a name of it.
             keys: of the deployment's secrets, at least one.
 
@@ -77,7 +79,7 @@ class Members:
                 name leads to no address.
         """
         self._shown = _shown(url)
-        self._index = _index_of(url)
+        self._index = _index_of(url, keys)
         numeric = _numeric(host)
         self._host = f"[{numeric}]" if ":" in numeric else numeric
         self._keys = keys
@@ -198,12 +200,15 @@ def _kind_of(url: str) -> Any:
     raise ValueError(f"index={_shown(url)!r} is not a URL of {known} with a host")
 
 
-def _index_of(url: str) -> Index:
-    if _kind_of(url) is index_etcd:
-        try:
+def _index_of(url: str, keys: Keys) -> Index:
+    kind = _kind_of(url)
+    try:
+        if kind is index_etcd:
             return EtcdIndex(url, TIMEOUT_S, FORGOTTEN_S)
-        except ValueError as exc:
-            raise ValueError(f"index={_shown(url)!r}: {exc}") from exc
+        if kind is index_registry:
+            return RegistryIndex(url, TIMEOUT_S, FORGOTTEN_S, keys.registry)
+    except ValueError as exc:
+        raise ValueError(f"index={_shown(url)!r}: {exc}") from exc
     try:
         return RedisIndex(url, TIMEOUT_S, FORGOTTEN_S)
     except ImportError as exc:

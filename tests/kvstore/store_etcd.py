@@ -20,11 +20,14 @@ from cpu_serving.ports import PortBlock
 from rdma_testbed.packages import ensure_programs
 from store_makers import TIMEOUT_S, until
 from store_redis import RedisServer, redis_server
+from store_registry import RegistryServer, registry_server
 
 from kvstore.membership.index_etcd import PREFIX
 
 HOST = "127.0.0.1"
 INDEXES = ("redis", "etcd", "etcd that keeps nothing")
+#: Where nobody writes without a proof, too.
+ALL_INDEXES = (*INDEXES, "registry")
 
 
 class EtcdServer:
@@ -104,6 +107,13 @@ def etcd_server(keeps: bool = True) -> Iterator[EtcdServer]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def any_index(kind: str) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
+    """One of ``ALL_INDEXES``, which runs."""
+    with registry_server() if kind == "registry" else index_server(kind) as server:
+        yield server
 
 
 @contextmanager

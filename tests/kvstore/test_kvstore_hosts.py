@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_etcd import INDEXES, EtcdServer, index_server
+from store_etcd import ALL_INDEXES, INDEXES, EtcdServer, any_index, index_server
 from store_makers import SIG, Room, contents, engine, keys, until
 from store_redis import RedisServer, at_index
+from store_registry import RegistryServer
 from te_ports import two_ports
 
 import te
@@ -37,6 +38,14 @@ def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
         yield server
 
 
+@pytest.fixture(params=ALL_INDEXES)
+def anywhere(
+    request: pytest.FixtureRequest,
+) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
+    with any_index(request.param) as server:
+        yield server
+
+
 def filled(store: Store) -> Room:
     room = Room(store, N, NBYTES)
     room.bytes[:] = contents(N, NBYTES)
@@ -51,10 +60,12 @@ def gets(store: Store, room: Room) -> bool:
 
 
 @pytest.mark.slow
-def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> None:
+def test_objects_go_from_one_to_the_other(
+    anywhere: RedisServer | EtcdServer | RegistryServer,
+) -> None:
     with (
-        OwningStore(at_index(index.url, 8 * MIB)) as owner,
-        OwningStore(at_index(index.url)) as guest,
+        OwningStore(at_index(anywhere.url, 8 * MIB)) as owner,
+        OwningStore(at_index(anywhere.url)) as guest,
     ):
         room = filled(guest)
         until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "the owner is found")
@@ -98,11 +109,13 @@ def test_another_secret_sees_nothing(
 
 
 @pytest.mark.slow
-def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | EtcdServer) -> None:
+def test_a_killed_index_costs_nothing_but_new_processes(
+    anywhere: RedisServer | EtcdServer | RegistryServer,
+) -> None:
     """kill -9 under load, and a restart, without any memory but where etcd keeps it."""
     with (
-        OwningStore(at_index(index.url, 8 * MIB)) as owner,
-        OwningStore(at_index(index.url)) as guest,
+        OwningStore(at_index(anywhere.url, 8 * MIB)) as owner,
+        OwningStore(at_index(anywhere.url)) as guest,
     ):
         owner.put(KEYS, SIG, filled(owner).pieces)
         until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "the owner is followed")
@@ -124,10 +137,10 @@ def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | Etc
             until(lambda: rounds[0] > enough, "gets go on")
 
         more(20)
-        index.kill()
+        anywhere.kill()
         more(200)
-        index.start()
-        with OwningStore(at_index(index.url)) as late:
+        anywhere.start()
+        with OwningStore(at_index(anywhere.url)) as late:
             until(lambda: late.exists(KEYS, SIG, NBYTES).all(), "a new process has all keys")
             assert gets(late, Room(late, N, NBYTES))
         more(20)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of owners in Redis and in etcd: what is in it, and what happens while it is away."""
+"""The list of owners in Redis, in etcd and in a registry: what is in it, and what happens when it
+is away."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from store_etcd import INDEXES, EtcdServer, etcd_server, index_server
+from store_etcd import ALL_INDEXES, INDEXES, EtcdServer, any_index, etcd_server, index_server
 from store_makers import until
 from store_redis import KEYS, RedisServer
+from store_registry import RegistryServer, registry_server
 
+from bootstrap_server import BootstrapServer
 from bootstrap_server.admission.secret import Keys
 from kvstore.membership import index_etcd, index_redis, members
 from kvstore.membership.members import Members, host_towards
@@ -32,6 +35,14 @@ def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
         yield server
 
 
+@pytest.fixture(params=ALL_INDEXES)
+def anywhere(
+    request: pytest.FixtureRequest,
+) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
+    with any_index(request.param) as server:
+        yield server
+
+
 @pytest.fixture
 def etcd() -> Iterator[EtcdServer]:
     with etcd_server() as server:
@@ -43,8 +54,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "PERIOD_S", 0.02)
 
 
-def test_owners_are_found_and_leave(index: RedisServer | EtcdServer) -> None:
-    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
+def test_owners_are_found_and_leave(anywhere: RedisServer | EtcdServer | RegistryServer) -> None:
+    ours, theirs = Members(anywhere.url, HOST, KEYS), Members(anywhere.url, HOST, KEYS)
     assert theirs.listen_at == "tcp://127.0.0.1:*"
     theirs.announce(NAME, PLACE)
     until(lambda: NAME in ours.endpoints(), "the owner is found")
@@ -58,10 +69,10 @@ def test_owners_are_found_and_leave(index: RedisServer | EtcdServer) -> None:
 
 @pytest.mark.slow
 def test_who_does_not_renew_its_entry_is_forgotten(
-    index: RedisServer | EtcdServer, monkeypatch: pytest.MonkeyPatch
+    anywhere: RedisServer | EtcdServer | RegistryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "FORGOTTEN_S", 1)
-    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
+    ours, theirs = Members(anywhere.url, HOST, KEYS), Members(anywhere.url, HOST, KEYS)
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
     until(lambda: len(ours.endpoints()) == 1, "an entry that is renewed stays")
@@ -73,18 +84,18 @@ def test_who_does_not_renew_its_entry_is_forgotten(
 
 
 def test_a_list_that_has_lost_everything_is_written_again(
-    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
+    anywhere: RedisServer | EtcdServer | RegistryServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
+    ours, theirs = Members(anywhere.url, HOST, KEYS), Members(anywhere.url, HOST, KEYS)
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
     with caplog.at_level(logging.INFO, "kvstore.membership.members"):
-        index.kill()
+        anywhere.kill()
         until(lambda: caplog.text.count("cannot be asked") == 2, "both say that it is away")
         assert ours.endpoints(), "what was known is known"
-        index.start()
+        anywhere.start()
         until(lambda: caplog.text.count("answers again") == 2, "both find it again")
-    late = Members(index.url, HOST, KEYS)
+    late = Members(anywhere.url, HOST, KEYS)
     until(lambda: NAME in late.endpoints(), "a new process finds the owner")
     until(lambda: NAME in ours.endpoints(), "and so do those that have read the empty list")
     for one in (ours, theirs, late):
@@ -160,17 +171,45 @@ def test_while_a_secret_is_replaced_both_are_taken(index: RedisServer | EtcdServ
     theirs.close()
 
 
-def test_one_that_is_away_at_the_start_is_told_and_waited_for(
-    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
+def test_while_a_secret_is_replaced_a_registry_serves_both() -> None:
+    old, new = b"the old secret of the tests", b"the new secret of the tests"
+    with registry_server(new, old) as registry:
+        ours = Members(registry.url, HOST, Keys.from_secrets([new, old]))
+        theirs = Members(registry.url, HOST, Keys.from_secrets([old, new]))
+        theirs.announce(NAME, PLACE)
+        until(lambda: NAME in ours.endpoints(), "it is found")
+        ours.close()
+        theirs.close()
+
+
+def test_a_registry_with_another_secret_or_none_is_not_believed(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    index.kill()
-    ours = Members(index.url, HOST, KEYS)
+    with registry_server(b"another secret of the tests") as registry:
+        ours = Members(registry.url, HOST, KEYS)
+        ours.announce(NAME, PLACE)
+        assert not ours.endpoints()
+        assert "it has another secret" in caplog.text
+        ours.close()
+    with BootstrapServer(HOST, 0) as open_to_all:
+        ours = Members(f"registry://{HOST}:{open_to_all.port}", HOST, KEYS)
+        ours.announce(NAME, PLACE)
+        assert not ours.endpoints()
+        assert "does not prove that it has our secret" in caplog.text
+        ours.close()
+
+
+def test_one_that_is_away_at_the_start_is_told_and_waited_for(
+    anywhere: RedisServer | EtcdServer | RegistryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    anywhere.kill()
+    ours = Members(anywhere.url, HOST, KEYS)
     assert "no new process of the store is found until it answers" in caplog.text
     ours.announce(NAME, PLACE)
     assert not ours.endpoints()
-    index.start()
+    anywhere.start()
     until(lambda: NAME in ours.endpoints(), "the list is back")
-    index.kill()
+    anywhere.kill()
     ours.close()
 
 
@@ -194,9 +233,17 @@ def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         Members("redis://host", HOST, KEYS)
 
 
-@pytest.mark.parametrize("url", ["etcd://me:secret@host", "etcd://host/prefix"])
-def test_what_is_not_served_of_etcd_is_told(url: str) -> None:
-    with pytest.raises(ValueError, match="without users and without a path") as told:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "etcd://me:secret@host",
+        "etcd://host/prefix",
+        "registry://me:secret@host",
+        "registry://host/prefix",
+    ],
+)
+def test_what_an_index_does_not_serve_is_told(url: str) -> None:
+    with pytest.raises(ValueError, match=r"without users and without a path|has no users") as told:
         Members(url, HOST, KEYS)
     assert "secret" not in str(told.value)
 
