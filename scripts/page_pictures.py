@@ -131,8 +131,8 @@ async def take(tab: Tab, server: BootstrapServer, folder: Path) -> None:
 
 
 async def main(folder: Path) -> None:
-    with BootstrapServer("127.0.0.1", 0) as server, ranks(server):
-        async with browser() as tab:
+    async with browser() as tab:  # First: it may take longer to start than a lease.
+        with BootstrapServer("127.0.0.1", 0) as server, ranks(server):
             await take(tab, server, folder)
     print(f"page_pictures: {folder}/status-page.png, {folder}/status-page-narrow.png")
 
