@@ -200,9 +200,12 @@ class ObjectTable:
         raw = keys.tobytes()
         if not brings and self.slab.free_slots(units) < len(keys):
             names = {raw[at : at + KEY_BYTES] + signature for at in range(0, len(raw), KEY_BYTES)}
-            wanted = sum(self._verdict(name, nbytes) is Verdict.GRANTED for name in names)
-            # Those that have no copy in the tier wait until they are written: none is lost for it.
-            self._make_free(units, wanted, is_pressed=not self.ledger.has_tier)
+            evicted = -1
+            while evicted != self.counts.evicted:  # Some of these may leave, and need slots again.
+                evicted = self.counts.evicted
+                wanted = sum(self._verdict(name, nbytes) is Verdict.GRANTED for name in names)
+                # Those that have no copy in the tier wait until they are written: none is lost.
+                self._make_free(units, wanted, is_pressed=not self.ledger.has_tier)
         for start in range(0, len(raw), KEY_BYTES):
             name = raw[start : start + KEY_BYTES] + signature
             slot = None

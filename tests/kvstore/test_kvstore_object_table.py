@@ -210,6 +210,17 @@ def test_a_put_makes_the_room_that_it_needs() -> None:
     assert (headers["state"] == LIVE).sum() == 32
 
 
+def test_a_put_whose_own_objects_are_the_oldest_is_stored_whole() -> None:
+    """Room is made of them, too: they are stored anew."""
+    table, _, _ = table_of(4)
+    store(table, keys(32, 1))
+    again = np.concatenate([keys(20, 2), keys(32, 1)[:6]])
+    claim = store(table, again)
+    assert Verdict.NO_SPACE not in claim.verdicts
+    assert all(table.sizes(again, SIG))
+    assert len(table) == 32
+
+
 def test_what_is_brought_makes_no_room_and_no_put_takes_slots_under_way() -> None:
     table, _, _ = table_of(1)
     under_way = table.claim(keys(6, 1), SIG, UNIT_BYTES, 5.0)
