@@ -155,7 +155,12 @@ def test_lmcache_makes_it_from_a_command_line(directory: Path, level1: Level1) -
         "type": "plugin",
         "module_path": "kvstore.lmcache.adapter",
         "class_name": "StoreL2Adapter",
-        "adapter_params": {"memory": "8MiB", "directory": str(directory), "timeout_s": 7},
+        "adapter_params": {
+            "memory": "8MiB",
+            "directory": str(directory),
+            "timeout_s": int(TIMEOUT_S),
+            "request_timeout_s": int(TIMEOUT_S),
+        },
     }
 
     (given,) = parse_args_to_l2_adapters_config(
@@ -315,24 +320,43 @@ def test_without_anybody_who_lends_memory_a_store_fails(directory: Path, level1:
         alone.close()
 
 
-def test_a_batch_that_finds_no_slots_is_stored_while_others_are_evicted(
-    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def through(adapter: StoreL2Adapter, level1: Level1) -> list[ObjectKey]:
+    """Stores 12 MiB in batches that are larger than what the owner keeps free; the last one."""
+    for batch in range(12):
+        names = [key(100 * batch + one) for one in range(16)]
+        mine = level1.objects(16, 0, batch + 1, (64 << 10,), torch.uint8)
+        assert store(adapter, names, mine).is_successful()
+    return names
+
+
+def test_a_batch_is_stored_at_once_as_older_objects_are_evicted(
+    directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """12 MiB go through 4 MiB of memory, in batches that are larger than what is kept free."""
-    # The thread that makes room may stand still for seconds.
-    monkeypatch.setattr("kvstore.lmcache.adapter.VAIN_TRIES_MAX", 1_000_000)
     level1 = Level1(4 * MIB)
-    shape, dtype = (64 << 10,), torch.uint8
     small = StoreL2Adapter(config(directory, 4 * MIB), l1_memory_desc=level1.desc)
     try:
-        for batch in range(12):
-            names = [key(100 * batch + one) for one in range(16)]
-            mine = level1.objects(16, 0, batch + 1, shape, dtype)
-            assert store(small, names, mine).is_successful()
-        status = small.report_status()
-        assert status["puts"]["no space"] > 0, "some have waited"
+        names = through(small, level1)
+        assert small.report_status()["puts"] == {"stored": 12 * 16}
         assert small._store.figures().own.evicted > 0
-        back = level1.objects(16, 2 * MIB, None, shape, dtype)
+        back = level1.objects(16, 2 * MIB, None, (64 << 10,), torch.uint8)
+        assert load(small, names, back) == list(range(16))
+    finally:
+        small.close()
+    assert "were not stored" not in caplog.text
+
+
+def test_a_batch_that_finds_no_slots_is_stored_while_others_are_written_to_a_disk(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The thread that writes may stand still for seconds.
+    monkeypatch.setattr("kvstore.lmcache.adapter.VAIN_TRIES_MAX", 1_000_000)
+    level1 = Level1(4 * MIB)
+    disk = {"disk": str(directory / "disk"), "disk_size": 64 * MIB}
+    small = StoreL2Adapter(config(directory, 4 * MIB, **disk), l1_memory_desc=level1.desc)
+    try:
+        names = through(small, level1)
+        assert small.report_status()["puts"]["no space"] > 0, "some have waited"
+        back = level1.objects(16, 2 * MIB, None, (64 << 10,), torch.uint8)
         assert load(small, names, back)
     finally:
         small.close()

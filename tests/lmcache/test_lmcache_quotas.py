@@ -134,7 +134,6 @@ def test_what_the_store_evicts_counts_no_more(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 MiB go through 4 MiB of memory."""
-    monkeypatch.setattr("kvstore.lmcache.adapter.VAIN_TRIES_MAX", 1_000_000)
     monkeypatch.setattr(books, "SETTLED_S", -1.0)
     level1, heard = Level1(MIB), Heard()
     small = StoreL2Adapter(config(directory, 4 * MIB), l1_memory_desc=level1.desc)
@@ -239,9 +238,8 @@ def test_what_is_locked_is_not_deleted(adapter: StoreL2Adapter, level1: Level1) 
     assert look_up(adapter, KEYS, LAYOUTS) == []
 
 
-def test_what_is_locked_is_not_evicted(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_locked_is_not_evicted(directory: Path) -> None:
     """12 MiB go through 4 MiB of memory, and none of the first object's place."""
-    monkeypatch.setattr("kvstore.lmcache.adapter.VAIN_TRIES_MAX", 1_000_000)
     level1, shape = Level1(MIB), (64 << 10,)
     small = StoreL2Adapter(config(directory, 4 * MIB), l1_memory_desc=level1.desc)
     layouts = {0: layout(shape, torch.uint8)}
