@@ -35,7 +35,12 @@ def manager(directory: Path) -> Iterator[StorageManager]:
         "type": "plugin",
         "module_path": "kvstore.lmcache.adapter",
         "class_name": "StoreL2Adapter",
-        "adapter_params": {"memory": "8MiB", "directory": str(directory)},
+        "adapter_params": {
+            "memory": "8MiB",
+            "directory": str(directory),
+            "timeout_s": TIMEOUT_S,
+            "request_timeout_s": TIMEOUT_S,
+        },
     }
     memory = L1MemoryManagerConfig(size_in_bytes=4 * MIB, use_lazy=False, shm_name="")
     one = StorageManager(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cpu_serving.ports import PortBlock
 
 from sglang_mooncake.sglang.running import environment_for
 
@@ -29,13 +30,15 @@ def test_pages_and_objects_come_as_they_are(directory: Path, tmp_path: Path) -> 
         "SGLANG_MOONCAKE_STORE": json.dumps({"directory": str(directory / "kvstore")}),
         "LMCACHE_TRACK_USAGE": "false",
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("lmcache_on_faces.py"))],
-        env=dict(environment_for(given)),
-        capture_output=True,
-        text=True,
-        timeout=110.0,
-    )
+    program = str(Path(__file__).with_name("lmcache_on_faces.py"))
+    with PortBlock() as ports:
+        done = subprocess.run(
+            [sys.executable, program, str(ports.first)],
+            env=dict(environment_for(given)),
+            capture_output=True,
+            text=True,
+            timeout=110.0,
+        )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "nixl": [True] * 3,
