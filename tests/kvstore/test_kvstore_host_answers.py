@@ -132,6 +132,9 @@ def test_copies_are_those_that_lie_in_memory(here: OwningStore, other: Store) ->
     fingerprint = fingerprint_of(SIG, NBYTES)
     until(lambda: (here._owners.look_up(KEYS[3:], fingerprint)["copies"] == 2).all())
     own.remove(KEYS, SIG)
+    # What it has not heard to be removed would have moved for it.
+    (followed,) = other._owners._following.owners()
+    until(lambda: followed._changes == own.changes, "the owner's announcements")
     back = Room(other, N, NBYTES)
     assert other.get(KEYS, SIG, back.pieces) == [Got.MISSING] * 3 + [Got.RIGHT] * (N - 3)
     assert (back.bytes[3:] == room.bytes[3:]).all()
@@ -168,6 +171,7 @@ def test_what_is_removed_while_it_is_read_does_not_come_back(
     for store in (here, other):
         assert owner_of(store).stats().objects == 0
     assert own.stats().bytes_used == used, "its slots are free again"
+    until(lambda: not here.exists(KEYS, SIG, NBYTES).any(), "the other one's announcement")
     assert here.put(KEYS, SIG, filled(here).pieces) == [Put.STORED] * N
 
 
@@ -292,7 +296,7 @@ def transit(directory: Path) -> Iterator[OwningStore]:
 
 
 def take(answers: PoolAnswers, room: Room, names: Keys) -> list[Put]:
-    question = Take(names.tobytes(), SIG, NBYTES, 2000)
+    question = Take(names.tobytes(), SIG, NBYTES, 60_000)
     stored = answers.take(question, room.bytes.ctypes.data)
     assert isinstance(stored, Stored)
     return [OUTCOMES.get(Verdict(one), Put.STORED) for one in stored.verdicts]

@@ -53,7 +53,7 @@ def test_what_was_stored_in_parts_comes_back(
     assert large.get(KEYS, SIG, back.split(NBYTES - 2, 2)) == [Got.RIGHT] * N
     assert (back.bytes == contents(N, NBYTES)).all()
     assert large.remove(keys(3), SIG, NBYTES) == [Removed.REMOVED] * N + [Removed.MISSING]
-    assert large.get(KEYS, SIG, back.pieces) == [Got.MISSING] * N
+    until(lambda: large.get(KEYS, SIG, back.pieces) == [Got.MISSING] * N, "that is announced")
     assert large.sizes(KEYS, SIG).tolist() == [0, 0]
 
 

@@ -239,7 +239,7 @@ def test_removal_survives_an_owner_that_is_frozen(
             assert "the objects of a signature were not removed" in caplog.text
             far.signal(signal.SIGCONT)
         until(lambda: Removed.UNREACHABLE not in store.remove(KEYS, SIG), "it has heard it now")
-        assert not store.exists(KEYS, SIG, NBYTES).any()
+        until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "that is announced")
 
 
 @pytest.mark.slow

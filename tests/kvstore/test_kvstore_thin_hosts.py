@@ -87,7 +87,7 @@ def test_what_one_host_stores_the_other_has(index: RedisServer | EtcdServer, hos
     assert (places["copies"] == 2).all(), "it lies in this host's memory now"
     index.kill()
     assert there.remove(KEYS[:3], SIG) == [Removed.REMOVED] * 3
-    assert not here.exists(KEYS[:3], SIG, NBYTES).any()
+    until(lambda: not here.exists(KEYS[:3], SIG, NBYTES).any(), "that is announced")
     later = filled(there, seed=5)
     names = keys(N, 5)
     assert there.put(names, SIG, later.pieces) == [Put.STORED] * N

@@ -91,10 +91,10 @@ def test_what_is_put_lies_at_other_hosts(host: Store, other: Store) -> None:
     assert host.sizes(KEYS, SIG).tolist() == [NBYTES] * N
     assert host.remove(KEYS[:2], SIG) == [Removed.REMOVED] * 2
     assert of_its_own(other) == N - 2
-    assert not host.exists(KEYS[:2], SIG, NBYTES).any()
+    until(lambda: not host.exists(KEYS[:2], SIG, NBYTES).any(), "that is announced")
     host.clear(SIG)
     assert of_its_own(other) == 0
-    assert host.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N
+    until(lambda: host.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N, "so is this")
 
 
 def test_what_is_here_alone_is_stored_elsewhere(host: Store, other: Store) -> None:
