@@ -67,6 +67,19 @@ def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
     client.deregister(room.region)
 
 
+def stored(client: Store) -> np.ndarray:
+    """Which objects there are behind ``put_all`` at an owner in another process. Behind a put that
+    it has refused it may drop others at its next tick, while what leaves is not written yet."""
+
+    def is_written() -> bool:
+        own = client.figures().own
+        return own is not None and not own.demoting
+
+    until(is_written, "what leaves")
+    found: np.ndarray = client.exists(KEYS, SIG, NBYTES)
+    return found
+
+
 def in_lower_tier(store: Store) -> np.ndarray:
     """Which objects a store believes to lie in the lower tier."""
     places = store._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))

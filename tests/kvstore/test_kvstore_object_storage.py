@@ -25,6 +25,7 @@ from store_lower_tier import (
     owner_of,
     put_all,
     rests,
+    stored,
 )
 from store_makers import SIG, TIMEOUT_S, config, until, without_more_threads
 from store_meeting import owning
@@ -207,16 +208,15 @@ def test_serve_has_its_keys_again(
     with Store(shared(directory, 0)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
-        until(lambda: client.exists(KEYS[-1:], SIG, NBYTES).all(), "all news before the last one")
-        stored = client.exists(KEYS, SIG, NBYTES)
+        there = stored(client)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 0
     for _ in range(2):
         process = start_lending(*options)
         with Store(shared(directory, 0)) as client:
-            until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
-            assert in_lower_tier(client)[stored].all()
-            assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
+            until(lambda: client.exists(KEYS[there], SIG, NBYTES).all(), "announcements")
+            assert in_lower_tier(client)[there].all()
+            assert get(client, np.flatnonzero(there).tolist()) == [Got.RIGHT] * int(there.sum())
         process.kill()
         process.wait(TIMEOUT_S)
 

@@ -27,6 +27,7 @@ from store_lower_tier import (
     owner_of,
     put_all,
     rests,
+    stored,
     with_disk,
 )
 from store_makers import SIG, TIMEOUT_S, Room, config, deaf, until, without_more_threads
@@ -491,14 +492,13 @@ def test_serve_has_its_keys_again(
     with Store(shared(directory, 0)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
-        until(lambda: client.exists(KEYS[-1:], SIG, NBYTES).all(), "all news before the last one")
-        stored = client.exists(KEYS, SIG, NBYTES)
+        there = stored(client)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 0
     start_lending()
     with Store(shared(directory, 0)) as client:
-        until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
-        assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
+        until(lambda: client.exists(KEYS[there], SIG, NBYTES).all(), "announcements")
+        assert get(client, np.flatnonzero(there).tolist()) == [Got.RIGHT] * int(there.sum())
 
 
 @pytest.mark.parametrize(
