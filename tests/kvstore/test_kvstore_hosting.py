@@ -19,7 +19,7 @@ from store_host import dial, join, receive, send, shared
 from store_makers import TIMEOUT_S, config, descriptors, until
 from store_objects import MIB
 
-from kvstore.host import agreement, lease, starting
+from kvstore.host import agreement, lease, lifetime, starting
 from kvstore.host.hosting import Brought, Hosting
 from kvstore.host.lease import Lease
 from kvstore.host.messages import BYTES_MAX, Farewell, Joined, Refused, encode
@@ -31,6 +31,13 @@ from kvstore.serving import ended_by_signals
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def patient_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for memory of the last owner until somebody brings it."""
+    monkeypatch.setattr(lifetime, "ADOPTION_S", TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("patient_owner")
 def test_whoever_starts_the_next_owner_it_gets_the_memory_of_who_holds_it(
     directory: Path,
 ) -> None:
@@ -133,6 +140,7 @@ def test_a_second_signal_writes_to_nothing_else(directory: Path) -> None:
         lock.close()
 
 
+@pytest.mark.usefixtures("patient_owner")
 def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
     """A server with another secret may be the first that starts an owner after the last one's
     death."""
@@ -142,10 +150,15 @@ def test_the_memory_of_another_pool_is_not_taken_over(directory: Path) -> None:
     left = MemoryFile.make(1 * MIB)
     lock.note(left.name)
     hosting = Hosting(place, lock, ["another"], 600.0)
-    line = dial(place)
+    line, found = dial(place), list[Brought | None]()
+    thread = threading.Thread(target=lambda: found.append(hosting.adopt()))
+    thread.start()
     try:
         send(line, join(directory, left.name), [left.readable_fd])
-        assert hosting.adopt() is None
+        until(lambda: hosting._waiting, "it has been offered")
+        hosting.end()
+        thread.join(TIMEOUT_S)
+        assert found == [None]
         hosting.ready({}, None)
         answer, fds = receive(line)
         assert isinstance(answer, Refused)
@@ -238,6 +251,7 @@ def test_memory_that_is_not_an_owner_s_is_not_taken_over() -> None:
     memory.close()
 
 
+@pytest.mark.usefixtures("patient_owner")
 def test_who_goes_or_asks_twice_before_the_owner_is_ready(directory: Path) -> None:
     """One goes before it is answered; another one asks twice, and brings the memory both times."""
     gc.collect()  # What tests before have left must not go meanwhile.

@@ -29,6 +29,7 @@ from kvstore.host.pool import HostPool
 from kvstore.objects.copying import Copier
 from kvstore.objects.outcomes import Got, Put
 from kvstore.owner.answering import Answerer
+from kvstore.owner.owner import Owner
 from kvstore.owning import OwningStore
 from kvstore.protocol.asking import NoAnswer
 from kvstore.protocol.calling import Line
@@ -224,7 +225,7 @@ def test_a_child_that_stays_keeps_no_line_open(host: Store) -> None:
 
 @pytest.fixture
 def lender(directory: Path) -> Iterator[OwningStore]:
-    with owning(config(directory, 64 * MIB, claim_timeout_s=1.0)) as store:
+    with owning(config(directory, 64 * MIB, claim_timeout_s=TIMEOUT_S)) as store:
         yield store
 
 
@@ -293,8 +294,9 @@ def test_a_client_that_ends_costs_no_slots(lender: OwningStore, connect: Connect
 
 
 def test_a_client_that_says_nothing_more_costs_slots_until_the_claim_s_deadline(
-    lender: OwningStore, connect: Connect
+    lender: OwningStore, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Owner, "claim_timeout_s", 0.2)
     room, line = large(lender), connect()
     before = used(lender)
     assert isinstance(fetch(line, room, [MIB]), Fetched)
