@@ -31,6 +31,7 @@ from bootstrap_server.build import build_text
 from bootstrap_server.prometheus_text import CONTENT_TYPE
 from kvstore.client.load_times import AdmissionCounts
 from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
+from kvstore.host.lease import Lease
 from kvstore.host.pool import HostPool
 from kvstore.metrics import http
 from kvstore.metrics.http import MetricsServer
@@ -193,6 +194,7 @@ def test_one_process_of_a_host_tells_what_lies_there(
                 patch.setattr(pool, "_answer_until_s", 0.0)
                 assert ("objects", ()) not in gauges(first.figures())
                 assert "what the owner of this host's store holds is not told: late" in caplog.text
+            monkeypatch.setattr(Lease, "_start", lambda _: None)  # Nobody starts the next one.
             end_all(directory)
             until(lambda: ("objects", ()) not in gauges(first.figures()), "the end is noticed")
             assert gauges(first.figures())["lent_bytes", ()] == 0

@@ -91,8 +91,8 @@ def test_copies_are_not_waited_for_behind_a_put_s_deadline(
         return former(line, question, timeout_s)
 
     monkeypatch.setattr(Line, "ask", ask)
-    pool.copy(KEYS, SIG, NBYTES, 2, Deadline(1.5))
-    assert 0.0 < times[0] <= 1.5
+    pool.copy(KEYS, SIG, NBYTES, 2, Deadline(TIMEOUT_S / 2))
+    assert 0.0 < times[0] <= TIMEOUT_S / 2
     over = Deadline(TIMEOUT_S)
     over.end()
     with caplog.at_level(logging.WARNING):
