@@ -320,7 +320,8 @@ class PrefillInstances:
         """At one that has refused us."""
         found, problem = self._ask(address)
         with self._lock:
-            self._refused.looked(address, self._clock())
+            if not self._refused.looked(address, self._clock()):
+                return  # Or nobody would forget it who asks late enough.
             if found is not None:
                 self._note_known(address, found, problem)
             elif problem is not None and problem.why is not None:

@@ -104,8 +104,9 @@ class Refused:
                 found.append(address)
         return found
 
-    def looked(self, address: str, now_s: float) -> None:
-        """It was looked at, whatever came of it."""
+    def looked(self, address: str, now_s: float) -> bool:
+        """It was looked at, whatever came of it. False: it has been forgotten meanwhile."""
         entry = self._entries.get(address)
         if entry is not None:
             entry.at_work, entry.next_s = False, now_s + self._again_s
+        return entry is not None

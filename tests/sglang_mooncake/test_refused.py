@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from handover import until
+from handover import WAIT_S, until
 from test_instances import instance
 
 from bootstrap_server import (
@@ -33,9 +34,12 @@ class Server:
         self.says: Instance | BootstrapError = ANOTHER
         self.misfit: MismatchError | None = None
         self.asked = 0
+        self.answers = threading.Event()
+        self.answers.set()
 
     def fetch(self, address: str) -> Instance:
         self.asked += 1
+        assert self.answers.wait(WAIT_S)
         if isinstance(self.says, BootstrapError):
             raise self.says
         return self.says
@@ -63,7 +67,12 @@ def look_again(known: PrefillInstances, server: Server) -> None:
     server.now_s += REFUSED_AGAIN_S
     known.tick()
     until(lambda: server.asked > asked, "it is asked again")
-    until(lambda: not any(one.at_work for one in known._refused._entries.values()), "it answered")
+
+    def has_answered() -> bool:
+        with known._lock:  # under which all of an answer is noted
+            return not any(one.at_work for one in known._refused._entries.values())
+
+    until(has_answered, "it has answered")
 
 
 def test_a_mended_secret_is_found_without_a_request(caplog):
@@ -140,6 +149,22 @@ def test_nobody_looks_for_ever_at_what_requests_have_named_once():
         assert known.refused(), "a request has named it since"
         server.now_s += 1
         known.tick()
+        assert not known.refused()
+
+
+def test_one_that_is_forgotten_while_it_is_looked_at_stays_so():
+    server = Server()
+    with looked_up(server) as known:
+        server.answers.clear()
+        server.now_s += RETURN_GIVEN_UP_S - 1
+        asked = server.asked
+        known.tick()
+        until(lambda: server.asked > asked, "it is asked again")
+        server.now_s += 1
+        known.tick()
+        assert not known.refused()
+        server.answers.set()
+        known._return_workers.shutdown()  # waits for the answer
         assert not known.refused()
 
 
