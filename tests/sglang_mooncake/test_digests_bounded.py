@@ -44,6 +44,9 @@ def test_as_many_jobs_as_there_are_places_are_taken(monkeypatch):
 def with_one_place(pair: Handover, side: str) -> Any:
     """Of that side."""
     digests = (pair.prefill if side == "prefill" else pair.decode).side._digests
+    # What a job has made is on its way before the job is over, and gives its place back.
+    places = digests._thread._places
+    until(lambda: places._value == digest_thread.JOBS_MAX, "no job has a place")
     digests._thread._places = threading.BoundedSemaphore(1)
     return digests
 
