@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
 from bootstrap_server import BootstrapClient
 
-__all__ = ["NEVER_S", "WAIT_S", "patient_client", "until"]
+__all__ = ["NEVER_S", "WAIT_S", "no_thread_left", "patient_client", "until"]
 
 #: Of leases and deadlines that must not end, and between what only the test itself does.
 NEVER_S: Final = 1_000.0
@@ -27,3 +29,11 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"never happened: {what}"
         time.sleep(0.005)
+
+
+@contextmanager
+def no_thread_left(name: str) -> Iterator[None]:
+    """What begins meanwhile has no thread of that name at the end. Those of earlier tests may."""
+    before = set(threading.enumerate())
+    yield
+    assert name not in {thread.name for thread in set(threading.enumerate()) - before}

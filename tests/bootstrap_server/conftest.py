@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from bootstrap_waits import NEVER_S, WAIT_S
+from te_ports import held_port
 
 from bootstrap_server import (
     BootstrapClient,
@@ -48,8 +49,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "server.START_DEADLINE_S",
         "server.CLOSE_DEADLINE_S",
         "client.lease._CLOSE_DEADLINE_S",
+        "http.succession.ASK_TIMEOUT_S",
     ):
         monkeypatch.setattr(f"bootstrap_server.{deadline}", WAIT_S)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a registry that comes, or comes back."""
+    with held_port() as held:
+        yield held
 
 
 @pytest.fixture

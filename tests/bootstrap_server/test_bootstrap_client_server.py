@@ -252,17 +252,13 @@ def test_many_rooms_are_asked_for_in_parts(client: BootstrapClient) -> None:
     assert "another service" not in str(caught.value)
 
 
-def test_the_server_may_come_up_later(make_record: MakeRecord) -> None:
-    taken = socket.socket()
-    taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
-    port = taken.getsockname()[1]
+def test_the_server_may_come_up_later(port: int, make_record: MakeRecord) -> None:
     started: list[BootstrapServer] = []
     naps: list[float] = []
 
     def sleep(duration_s: float) -> None:
         naps.append(duration_s)
         if len(naps) == 3:
-            taken.close()
             started.append(BootstrapServer("127.0.0.1", port, lease_s=NEVER_S))
 
     with BootstrapClient(f"127.0.0.1:{port}", WAIT_S, sleep=sleep) as client:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from unittest.mock import ANY
 import pytest
 import requests
 from bootstrap_rank import rank_process
-from bootstrap_waits import NEVER_S, WAIT_S, patient_client, until
+from bootstrap_waits import NEVER_S, WAIT_S, no_thread_left, patient_client, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -67,6 +66,7 @@ def test_a_lease_is_kept_from_a_thread(
 ) -> None:
     where, record = address(quick_server), make_record(ONE, FIRST)
     with (
+        no_thread_left("bootstrap-lease"),
         patient_client(where) as client,
         RankLease(where, record, make_client=partial(CountingClient, timeout_s=WAIT_S)) as lease,
     ):
@@ -74,19 +74,17 @@ def test_a_lease_is_kept_from_a_thread(
             assert CountingClient.renewed.acquire(timeout=WAIT_S)
         assert client.instance(wait_s=WAIT_S).ranks == (record.rank,)
         assert lease.problem is None
-    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_lease_is_given_back(server: BootstrapServer, make_record: MakeRecord) -> None:
     where = address(server)
-    with patient_client(where) as client:
+    with no_thread_left("bootstrap-lease"), patient_client(where) as client:
         with RankLease(where, make_record(ONE, FIRST), make_client=patient_client) as lease:
             pass
         # Another one gets the place at once.
         client.try_register(make_record(ONE, FIRST, epoch=2, port=5))
         lease.close()  # once more does no harm
         assert client.instance().ranks[0].epoch == 2
-    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_rank_that_cannot_register_leaves_nothing_behind(
@@ -94,11 +92,11 @@ def test_a_rank_that_cannot_register_leaves_nothing_behind(
 ) -> None:
     where, second = address(server), make_record(ONE, FIRST, 2, port=5)
     with (
+        no_thread_left("bootstrap-lease"),
         RankLease(where, make_record(ONE, FIRST), make_client=patient_client),
         pytest.raises(PlaceTaken),
     ):
         RankLease(where, second, deadline_s=0.01, make_client=patient_client)
-    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 @contextmanager
@@ -117,10 +115,10 @@ def by_hand(where: str, record: RankRecord) -> Iterator[RankLease]:
 
 
 def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
-    make_record: MakeRecord, caplog: pytest.LogCaptureFixture
+    port: int, make_record: MakeRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = make_record(ONE, FIRST)
-    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
+    server = BootstrapServer("127.0.0.1", port, lease_s=NEVER_S)
     with by_hand(address(server), record) as lease, patient_client(address(server)) as client:
         client.release(record.rank)  # as after a lapse
         lease.renew()
@@ -134,7 +132,7 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
         for words in ("dp 0 cp 0 tp 0 pp 0", address(server), "refused"):
             assert words in lease.problem
         assert sum("soon lose its registration" in line for line in caplog.messages) == 1
-        with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
+        with BootstrapServer("127.0.0.1", port, lease_s=NEVER_S):
             lease.renew()
             assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
             # A revision of the former server's is never above one of this one's.
@@ -142,9 +140,11 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
     assert "rank dp 0 cp 0 tp 0 pp 0 is registered again" in caplog.messages
 
 
-def test_a_registry_that_did_not_answer_is_asked_again_soon(make_record: MakeRecord) -> None:
+def test_a_registry_that_did_not_answer_is_asked_again_soon(
+    port: int, make_record: MakeRecord
+) -> None:
     """Its lease may have ended meanwhile: until it has registered again nobody finds the rank."""
-    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
+    server = BootstrapServer("127.0.0.1", port, lease_s=NEVER_S)
     with by_hand(address(server), make_record(ONE, FIRST)) as lease:
         usual_s = lease.pause_s()
         assert usual_s > AGAIN_S
@@ -152,7 +152,7 @@ def test_a_registry_that_did_not_answer_is_asked_again_soon(make_record: MakeRec
         for _ in range(2):
             lease.renew()
             assert lease.pause_s() == AGAIN_S
-        with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
+        with BootstrapServer("127.0.0.1", port, lease_s=NEVER_S):
             lease.renew()
             assert lease.pause_s() == usual_s
 
@@ -218,12 +218,9 @@ def test_a_vanished_rank_is_forgotten_though_nobody_asks(
 
 
 def test_a_lease_without_a_deadline_is_begun_when_its_registry_comes_up(
-    make_record: MakeRecord,
+    port: int, make_record: MakeRecord
 ) -> None:
     record = make_record(ONE, FIRST)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     with RankLease(f"127.0.0.1:{port}", record, deadline_s=None) as lease:
         until(lambda: lease.problem is not None, "the registry is not there")
         with (

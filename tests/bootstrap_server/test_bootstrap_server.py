@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import requests
-from bootstrap_waits import WAIT_S
+from bootstrap_waits import WAIT_S, no_thread_left
 
 import bootstrap_server
 from bootstrap_server import (
@@ -95,17 +94,17 @@ def test_places_where_nobody_can_listen(host: str, port: int, words: str) -> Non
         BootstrapServer(host=host, port=port)
 
 
-def test_close_frees_the_port_and_may_be_repeated() -> None:
-    server = BootstrapServer(host="127.0.0.1", port=0)
-    with BootstrapClient(f"127.0.0.1:{server.port}", WAIT_S) as client:
-        with pytest.raises(NotReady):
-            client.instance()  # leaves an idle connection open
-        server.close()
-        server.close()
-        with pytest.raises(Unreachable):
-            client.instance()
-    assert "bootstrap-server" not in {thread.name for thread in threading.enumerate()}
-    BootstrapServer(host="127.0.0.1", port=server.port).close()
+def test_close_frees_the_port_and_may_be_repeated(port: int) -> None:
+    with no_thread_left("bootstrap-server"):
+        server = BootstrapServer(host="127.0.0.1", port=port)
+        with BootstrapClient(f"127.0.0.1:{port}", WAIT_S) as client:
+            with pytest.raises(NotReady):
+                client.instance()  # leaves an idle connection open
+            server.close()
+            server.close()
+            with pytest.raises(Unreachable):
+                client.instance()
+    BootstrapServer(host="127.0.0.1", port=port).close()
 
 
 @contextmanager

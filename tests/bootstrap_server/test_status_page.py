@@ -367,11 +367,11 @@ async def test_text_from_ranks_is_never_markup(
 
 @in_a_browser
 async def test_a_registry_that_does_not_answer_is_shown_and_its_restart_taken(
-    make_record: MakeRecord,
+    port: int, make_record: MakeRecord
 ) -> None:
     record = make_record(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
-    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
-    where = f"127.0.0.1:{server.port}"
+    server = BootstrapServer("127.0.0.1", port, lease_s=NEVER_S)
+    where = f"127.0.0.1:{port}"
     with patient_client(where) as client:
         client.register(record)
         async with browser() as tab:
@@ -379,7 +379,7 @@ async def test_a_registry_that_does_not_answer_is_shown_and_its_restart_taken(
             await tab.until(f"{text('#link')} === '● up to date'")
             server.close()
             await tab.until(f"{text('#link')}.startsWith('✕ no answer from the registry for')")
-            with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
+            with BootstrapServer("127.0.0.1", port, lease_s=NEVER_S):
                 await tab.until(f"{text('#link')} === '● up to date'")
                 await tab.until(f"{text('#totals')}.includes('Live0')")
                 client.register(record)

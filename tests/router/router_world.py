@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
+from te_ports import held_port
 
 from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.router.app import VIEWS, make_app, servers_of
@@ -290,6 +291,7 @@ class World:
 
     async def __aenter__(self) -> Self:
         for server in (*self.prefill, *self.decode):
+            server.port = self._undo.enter_context(held_port(self._host))
             await server.start()
             self._undo.push_async_callback(server.stop)
         told = options(**self._more)

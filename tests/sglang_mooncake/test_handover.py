@@ -32,6 +32,7 @@ from handover import (
     patient,
     until,
 )
+from te_ports import held_port
 
 from bootstrap_server import (
     BootstrapClient,
@@ -428,12 +429,12 @@ def test_a_room_asked_for_at_the_port_of_a_former_life_does_not_wait_for_its_dea
     source = pair.prefill.side.open_room(7, register_dp_rank=False)
     known = pair.decode.side.instances._known
     (rank,) = known[pair.address].ranks
-    with socket.create_server((HOST, 0)) as server:
-        dead = msgspec.structs.replace(rank, port=server.getsockname()[1], epoch=rank.epoch - 1)
-    known[pair.address] = msgspec.structs.replace(known[pair.address], ranks=(dead,))
-    target = pair.decode.side.new_room(7)
-    pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.view.state is RoomState.FAILED, "nobody listens there")
+    with held_port() as port:
+        dead = msgspec.structs.replace(rank, port=port, epoch=rank.epoch - 1)
+        known[pair.address] = msgspec.structs.replace(known[pair.address], ranks=(dead,))
+        target = pair.decode.side.new_room(7)
+        pair.decode.side.choose_sources(target, pair.address, 0)
+        until(lambda: target.view.state is RoomState.FAILED, "nobody listens there")
     assert "no process listens there" in target.view.reason
     pair.decode.know(pair.address)
     pair.complete(8, [0], [1], aux=0)

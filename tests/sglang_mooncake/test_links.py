@@ -15,6 +15,7 @@ import pytest
 import zmq
 from handover import FIRST, HOST, PATIENT, WAIT_S, Pool, make_context, until
 from msgspec import structs
+from te_ports import held_port
 from zmtp_peer import claim
 
 import te
@@ -134,6 +135,7 @@ def context():
 @pytest.fixture
 def bench(context, monkeypatch):
     monkeypatch.setattr(decode_links, "CONNECT_S", CONNECT_S)  # only tests turn it on
+    monkeypatch.setattr(decode_links, "DIAL_S", DIAL_S)
     made = Bench(context)
     yield made
     made.links.close()
@@ -247,10 +249,9 @@ def test_of_what_could_not_be_said_so_much_is_kept_and_no_more(bench, monkeypatc
 
 
 def test_a_port_at_which_nobody_listens_is_given_up_at_once(bench):
-    with socket.create_server((HOST, 0)) as server:
-        port = server.getsockname()[1]
-    bench.links.open(key_of(port))
-    bench.loop.turn()
+    with held_port() as port:
+        bench.links.open(key_of(port))
+        bench.loop.turn()
     reason = f"the connection to {key_of(port)} was refused: no process listens there"
     assert bench.events == [LinkDown(key_of(port), reason)]
     assert bench.forgotten == [REGISTRY]

@@ -4,7 +4,6 @@ request on both sides, with both values, and is known to the decode rank until i
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from handover import (
     until,
 )
 from msgspec import structs
+from te_ports import held_port
 
 from bootstrap_server import (
     BootstrapClient,
@@ -266,9 +266,7 @@ def test_a_difference_ends_the_request_on_both_sides_with_both_values(name, capl
 
 def test_a_room_whose_prefill_rank_cannot_be_reached_ends_there_too():
     """A firewall, say, rejects the port of its control links."""
-    with differing(Difference(Why.SETTING, ())) as pair, socket.create_server((HOST, 0)) as unused:
-        closed = unused.getsockname()[1]
-        unused.close()
+    with differing(Difference(Why.SETTING, ())) as pair, held_port() as closed:
         pair.prefill.lease.close()
         rank = Rank(FIRST, HOST, closed, epoch=7)
         config = make_context("prefill", pair.address, Deadlines()).config

@@ -8,9 +8,19 @@ import os
 import socket
 from collections.abc import Iterator
 
-__all__ = ["two_ports"]
+__all__ = ["held_port", "two_ports"]
 
 HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def held_port(host: str = HOST) -> Iterator[int]:
+    """A port at which nobody listens but who is told of it: with SO_REUSEADDR, as often as may be.
+    The kernel gives it to nobody else meanwhile."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield held.getsockname()[1]
 
 
 @contextlib.contextmanager
