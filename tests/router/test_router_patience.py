@@ -15,8 +15,14 @@ from sglang_mooncake.router.patience import within
 def test_what_was_done_in_time_counts_however_long_the_loop_stood_still() -> None:
     async def job() -> None:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        threading.Thread(target=loop.call_soon_threadsafe, args=(done.set,)).start()
-        loop.call_soon(stand_still, 0.1)
+
+        def stands_still_meanwhile() -> None:
+            other = threading.Thread(target=loop.call_soon_threadsafe, args=(done.set,))
+            other.start()
+            other.join()
+            stand_still(0.1)
+
+        loop.call_soon(stands_still_meanwhile)
         await within(0.05, done.wait())
 
     run(job())

@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from router_world import (
+    BOUND_S,
     FakeServer,
     World,
     answers,
@@ -256,11 +257,12 @@ def test_a_server_that_dies_before_the_first_token_costs_a_second_attempt(
         async with World(prefill=2, decode=2) as world:
 
             async def hangs_up_once_both_were_asked(*asked: Any) -> web.StreamResponse:
-                await until(lambda: any(server.asked for server in world.prefill))
+                for servers in (world.prefill, world.decode):
+                    await until(lambda of=servers: any(server.asked for server in of))
                 return await hangs_up(*asked)
 
             if role == "prefill":
-                world.prefill[0].script = [hangs_up]
+                world.prefill[0].script = [hangs_up_once_both_were_asked]
                 world.decode[0].script = [begins_and_hangs if stream else never_answers]
             else:
                 world.decode[0].script = [hangs_up_once_both_were_asked]
@@ -381,7 +383,11 @@ def test_a_request_that_is_wrong_is_told_so_and_not_tried_again(role: str) -> No
     run(job())
 
 
-def test_what_the_decode_server_says_of_a_failed_hand_over_is_told() -> None:
+def test_what_the_decode_server_says_of_a_failed_hand_over_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarding, "DECODE_SAYS_S", BOUND_S)
+
     async def job() -> None:
         async with World(retries=0) as world:
             said = {"error": {"message": "the models differ"}}
@@ -611,7 +617,11 @@ def test_a_long_answer_makes_no_server_well_that_is_gone_since(role: str) -> Non
     run(job())
 
 
-def test_a_request_waits_for_a_server_that_is_about_to_be_well() -> None:
+def test_a_request_waits_for_a_server_that_is_about_to_be_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routing, "WELL_SOON_S", BOUND_S)
+
     async def job() -> None:
         async with World(health_interval_s=0.05) as world:
             decode = world.decode[0]

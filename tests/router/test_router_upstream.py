@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from router_world import run, stand_still, until
+from router_world import BOUND_S, run, stand_still, until
 
 from sglang_mooncake.router import dialing
 from sglang_mooncake.router import upstream as upstream_module
@@ -77,6 +77,13 @@ class Peer:
         url = f"http://127.0.0.1:{self.port}"
         self._answers.append(await self.upstream.post(url, "/generate", {}, raw))
         return self._answers[-1]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection is given up, or too old to be used again, because the machine was busy."""
+    for name in ("CONNECT_S", "KEEPALIVE_S"):
+        monkeypatch.setattr(upstream_module, name, BOUND_S)
 
 
 async def whole(answer: Answer) -> bytes:
