@@ -111,7 +111,8 @@ def test_a_row_of_two_agents_finds_what_te_promises(name: str, log: Path) -> Non
     elif isinstance(found, Ended):
         assert found.state == "ERR"
     else:
-        assert found == "20 of 20 done"
+        # The first one is posted before a worker without a processor has seen that all is severed.
+        assert found in ("19 of 20 done", "20 of 20 done")
 
 
 @pytest.mark.slow
