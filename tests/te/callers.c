@@ -15,10 +15,11 @@
 #include <unistd.h>
 
 /* Set by the test's program, and counted here. */
-volatile int slow_worker_us;    /* a worker that reads payload is off its processor for so long before it does */
-volatile int slow_caller_us;    /* the calling thread, once, when it has found the worker's turn taken */
+volatile int holds_readers;     /* a worker that reads payload is off its processor, before it does, until that is 0 */
 volatile int workers_reading;   /* that have begun to */
-volatile int callers_put_off;   /* how often it was */
+volatile int puts_caller_off;   /* the calling thread, once, when it has found the worker's turn taken: until the worker */
+volatile int callers_put_off;   /* has gone on and looks for events; how often it was */
+volatile int looks;             /* for events, by workers */
 volatile int is_flooded;        /* whatever the calling thread receives is the flood, without end */
 char flood[64];                 /* what comes again and again, flood_nbytes of it */
 volatile int flood_nbytes;
@@ -31,6 +32,7 @@ volatile int lock_is_held;      /* which is said here meanwhile */
 volatile int holds_senders;     /* a worker whose peer takes nothing waits, in its turn, until that is 0 */
 volatile int senders_held;      /* that have begun to */
 volatile int stood_still_s;     /* by so much the workers' clock goes on at once */
+volatile long clock_stands_ns;  /* it stands at that, unless it is 0 */
 volatile int sleeps_over;       /* of workers whom nothing has woken up: a check was due */
 void (*volatile between)(void); /* what another thread does whenever the calling thread has given a lock back */
 
@@ -78,14 +80,16 @@ int pthread_mutex_trylock(pthread_mutex_t *mutex)
     if (!real)
         real = next("pthread_mutex_trylock");
     int failed = took_lock(real(mutex));
-    if (!failed || !slow_caller_us || !is_caller())
+    if (!failed || !puts_caller_off || !is_caller())
         return failed;
     if (has_interpreter()) /* The next attempt, without the interpreter lock, would find what this one has lost. */
         return failed;
-    int us = slow_caller_us;
-    slow_caller_us = 0;
+    int before = looks;
+    puts_caller_off = 0;
     callers_put_off++;
-    usleep(us);
+    holds_readers = 0;
+    while (looks == before)
+        usleep(1000);
     return failed;
 }
 
@@ -109,9 +113,10 @@ ssize_t recvmsg(int fd, struct msghdr *message, int flags)
     static ssize_t (*real)(int, struct msghdr *, int);
     if (!real)
         real = next("recvmsg");
-    if (slow_worker_us && !is_caller()) {
+    if (holds_readers && !is_caller()) {
         workers_reading++;
-        usleep(slow_worker_us);
+        while (holds_readers)
+            usleep(1000);
     }
     return real(fd, message, flags);
 }
@@ -143,6 +148,8 @@ int epoll_wait(int fd, struct epoll_event *events, int most, int timeout_ms)
     static int (*real)(int, struct epoll_event *, int, int);
     if (!real)
         real = next("epoll_wait");
+    if (is_worker())
+        __sync_fetch_and_add(&looks, 1);
     stand_still(&holds_next_look);
     int n = real(fd, events, most, timeout_ms);
     if (n == 0 && timeout_ms > 0 && is_worker())
@@ -158,8 +165,13 @@ int clock_gettime(clockid_t clock, struct timespec *now)
     if (!real)
         real = next("clock_gettime");
     int failed = real(clock, now);
+    long stands_ns = clock_stands_ns;
     if (stood_still_s && is_worker())
         now->tv_sec += stood_still_s;
+    if (stands_ns && is_worker()) {
+        now->tv_sec = stands_ns / 1000000000;
+        now->tv_nsec = stands_ns % 1000000000;
+    }
     return failed;
 }
 

@@ -46,9 +46,11 @@ FAR: Final = 1 << 20
 NBYTES: Final = 1 << 12
 #: Far more than the kernel keeps for a peer that reads nothing.
 MUCH: Final = 1 << 25
-#: Within it the far side by hand answers, also on a busy machine.
-STALL_S: Final = 3.0
-LONGER_S: Final = 1.5 * STALL_S
+#: The clock of the workers stands while the far side by hand, which may be slow, has to answer.
+STALL_S: Final = 1.0
+LONGER_S: Final = 2 * STALL_S
+#: More than there is between two looks at deadlines.
+CHECK_S: Final = 0.3
 #: Of a transfer that callers leave to workers.
 LARGE: Final = 1 << 20
 #: More than a worker takes from a link's beginning to the end of its first transfers.
@@ -68,6 +70,15 @@ _hooks: Final = ctypes.CDLL(None)
 
 def number(name: str) -> ctypes.c_int:
     return ctypes.c_int.in_dll(_hooks, name)
+
+
+def stop_clock(at_s: float) -> None:
+    """That of the workers."""
+    ctypes.c_long.in_dll(_hooks, "clock_stands_ns").value = round(at_s * 1e9)
+
+
+def start_clock() -> None:
+    stop_clock(0.0)
 
 
 @contextlib.contextmanager
@@ -122,12 +133,12 @@ def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
         threading.Thread(target=answer_reads, daemon=True).start()
         write = write_for_ever(peer, src)
         wait_in_vain(write, 0.01)
-        number("slow_worker_us").value = 600_000
+        number("holds_readers").value = 1
         read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
-        while not number("workers_reading").value:
-            time.sleep(0.001)
-        number("slow_caller_us").value = 1_800_000
-        wait_in_vain(write, 0.01)
+        wait_until(lambda: number("workers_reading").value, "the worker reads")
+        number("puts_caller_off").value = 1
+        while not number("callers_put_off").value:
+            wait_in_vain(write, 0.01)  # The time may be over before it has looked.
         assert number("callers_put_off").value == 1
         assert read.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
@@ -152,12 +163,17 @@ def the_worker_of_another_connection_stands_still() -> None:
     """What the first transfer waits for has come there long before it is a stall."""
     config = replace(CONFIG, workers=2, rails=2, stall_timeout_s=STALL_S)
     dst = np.zeros(NBYTES, np.uint8)
+    stop_clock(time.monotonic())
     with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
         engine.register(dst)
-        number("slow_worker_us").value = round(LONGER_S * 1e6)
+        number("holds_readers").value = 1
         read = link.peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
         transfer, _ = link.take(Kind.READ)
         link.reply(1, transfer, dst.ctypes.data, bytes([9]) * NBYTES)
+        wait_until(lambda: number("workers_reading").value, "the second connection's worker reads")
+        start_clock()
+        time.sleep(LONGER_S)
+        number("holds_readers").value = 0
         assert read.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
 
@@ -170,6 +186,7 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
     )
     src, dst = np.zeros(1 << 18, np.uint8), np.zeros((2, NBYTES), np.uint8)
     before = tasks()
+    stop_clock(time.monotonic())
     with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
         engine.register(src)
         engine.register(dst)
@@ -192,13 +209,14 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
         number("holds_next_worker").value = 1
         link.reply(1, numbers[0], dst[0].ctypes.data, bytes([9]) * NBYTES)
         wait_until(lambda: number("workers_held").value, "the second connection's worker stands")
+        start_clock()
         until_s = time.monotonic() + LONGER_S
         while time.monotonic() < until_s:
             wait_in_vain(small, 0.01)
+        others.sendall(ack(small_number, AckStatus.LANDED))  # Behind the reply.
         number("goes_on").value = 1
         assert reads[0].wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
-        others.sendall(ack(small_number, AckStatus.LANDED))
         assert small.wait(TIMEOUT_S) is te.Status.DONE
 
 
@@ -212,6 +230,7 @@ def a_peer_takes_more_just_after_it_was_suspected() -> None:
         number("holds_senders").value = 1
         write = write_for_ever(peer, src)
         wait_until(lambda: number("senders_held").value, "the peer is suspected")
+        stop_clock(time.monotonic() + CHECK_S)  # Of the next look at deadlines, and of no other.
         left, transfer = MUCH, 0
         while left:
             data = read_exactly(sock, HEADER.size)
@@ -247,11 +266,12 @@ def a_process_stands_still_whose_rail_has_work() -> None:
 def a_rail_is_lost_before_its_worker_has_it() -> None:
     """Its source has connected it, used it and given it up while the worker stood still: nothing
     more lands by it."""
-    wires = Wires()
+    wires, before = Wires(), tasks()
     with (
         NullEngine(wires, 1, spin_s=0.0) as engine,
         contextlib.closing(RawDirectSource(engine.card(), wires)) as source,
     ):
+        await_sleep(before)  # Else it may look once more before it is asked.
         number("holds_next_look").value = 1
         engine.expect(1)
         source.send(ask(1, 1, tag=1))

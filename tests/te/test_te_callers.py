@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from te_asleep import await_sleep, tasks
 from te_built import built_once
 from te_frames import Kind, ack
 from te_frozen import FrozenMemory, frozen_memory
@@ -55,6 +56,7 @@ def test_a_write_whose_memory_does_not_answer_holds_up_no_other_connection() -> 
     """Its owner sends it, in its turn, and waits for a page. The link's lock is for the others."""
     back = np.zeros(NBYTES, np.uint8)
     whole = np.full(NBYTES, 3, np.uint8)
+    before = tasks()
     with (
         frozen_memory(NBYTES) as into,
         frozen_memory(NBYTES) as out,
@@ -64,6 +66,8 @@ def test_a_write_whose_memory_does_not_answer_holds_up_no_other_connection() -> 
         held_number, _ = link.take(Kind.READ)
         read = link.peer.read(te.Blocks.of(FAR, back.ctypes.data, NBYTES))
         read_number, _ = link.take(Kind.READ)
+        # A worker that has just sent looks for more to send: then the other one would take it.
+        await_sleep(before, wakes_by_itself=True)
         # The owner stands still, so that it carries the next command out itself.
         link.reply(0, held_number, into.address, whole.tobytes())
         into.wait_until_touched()
