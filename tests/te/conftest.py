@@ -9,7 +9,10 @@ from typing import Final
 import pytest
 from te_contract import WAYS, Pair, Way, paired
 
+import te
 from te import status
+from te.fences import Fence
+from te.transports.rdma import direct, link, transport
 from te.transports.tcp import kernel_tls
 
 #: Less than the time-out of a test.
@@ -19,13 +22,18 @@ PATIENCE_S: Final = 30.0
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
     """What nobody holds up has the time of a loaded machine, where a thread may stand still for
-    seconds: engines that close, who has connected and is about to call, who is asked, and who
-    looks into another process's memory."""
+    seconds: engines that close, what is fenced or taken back, who has connected and is about to
+    call, who is asked, who looks into another process's memory, and who makes a rail."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("te.engine.CLOSE_TIMEOUT_S", PATIENCE_S)
         patch.setattr("te.connect.admission.FIRST_BYTE_TIMEOUT_S", PATIENCE_S)
         patch.setattr(status.ask, "__defaults__", (None, PATIENCE_S))
         patch.setattr("te.transports.samehost.reach.LOOK_TIMEOUT_S", PATIENCE_S)
+        for waits in (te.Engine.fence, te.Engine.deregister, Fence.wait, status.StatusSocket.close):
+            patch.setattr(waits, "__defaults__", (PATIENCE_S,))
+        for module in (direct, link, transport):
+            patch.setattr(module, "BUILD_TIMEOUT_S", PATIENCE_S)
+        patch.setattr(link, "PROBE_TIMEOUT_S", PATIENCE_S)
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from te_far import wait_until
 
-__all__ = ["await_sleep", "tasks"]
+__all__ = ["TASKS", "await_sleep", "tasks"]
 
 TASKS: Final = Path("/proc/self/task")
 _CALLS: Final = {

@@ -88,7 +88,7 @@ def unanswered_write() -> Iterator[tuple[te.Engine, te.Peer, te.Region, te.Trans
 def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
     with unanswered_write() as (source, peer, region, transfer):
         with pytest.raises(te.RegistrationError, match="1 unfinished transfers read from"):
-            source.deregister(region)
+            source.deregister(region, 0.05)
         source.close()
         with pytest.raises(te.TransferFailed, match="this engine was closed"):
             transfer.wait(TIMEOUT_S)
