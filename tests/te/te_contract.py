@@ -24,7 +24,18 @@ from te.memory import Remote
 from te.transports.tcp import kernel_tls
 from te_bench._null import Wires
 
-__all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
+__all__ = [
+    "EMPTY",
+    "GUARD",
+    "TIMEOUT_S",
+    "WAYS",
+    "Pair",
+    "Way",
+    "cancel",
+    "copied",
+    "outcome",
+    "paired",
+]
 
 TIMEOUT_S: Final = 60.0
 #: What destinations are full of.
@@ -296,6 +307,18 @@ def copied(
     inside = np.arange(nbytes.sum()) - np.repeat(np.cumsum(nbytes) - nbytes, nbytes)
     after[np.repeat(dst_at, nbytes) + inside] = src[np.repeat(src_at, nbytes) + inside]
     return after
+
+
+def cancel(transfer: te.Transfer) -> None:
+    """A read is not cancelled while something of it lands, by a thread that may stand still."""
+
+    def is_asked() -> bool:
+        with contextlib.suppress(te.FenceTimeout):
+            transfer.cancel()
+            return True
+        return False
+
+    wait_until(is_asked, "nothing of it lands any more")
 
 
 def outcome(transfer: te.Transfer) -> te.Status:

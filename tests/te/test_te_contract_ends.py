@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from te_contract import GUARD, TIMEOUT_S, Pair, Way, outcome, paired
+from te_contract import GUARD, TIMEOUT_S, Pair, Way, cancel, outcome, paired
 from te_far import pattern, wait_until
 
 import te
@@ -58,7 +58,7 @@ def test_cancelled_reads_land_nothing_more(way: Way) -> None:
             if turn % 2:
                 pair.await_progress(since, *transfers)
             for one in transfers:
-                one.cancel()
+                cancel(one)
             pair.src[:] = turn
             assert {outcome(one) for one in transfers} <= {DONE, CANCELLED}
             again = pair.peer.read(pair.blocks_back(BIG - 1, BIG - 1, 1))

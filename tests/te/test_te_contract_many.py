@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 
 import numpy as np
-from te_contract import EMPTY, TIMEOUT_S, Pair, Way, copied, outcome, paired
+from te_contract import EMPTY, TIMEOUT_S, Pair, Way, cancel, copied, outcome, paired
 from te_far import pattern, wait_until
 
 import te
@@ -74,7 +74,7 @@ def test_every_outcome_is_told_once(pair: Pair) -> None:
     for one in transfers:
         one.add_done_callback(tell)
     for one in transfers[::3]:
-        one.cancel()
+        cancel(one)
     for one in transfers:
         assert outcome(one) is one.poll()
         one.add_done_callback(tell)  # There is an outcome: at once.
@@ -171,7 +171,7 @@ def test_threads_that_write_read_and_cancel_at_once(way: Way) -> None:
                 else:
                     transfer = pair.write(at, at, nbytes)
                 if rng.random() < 0.3:
-                    transfer.cancel()
+                    cancel(transfer)
                 assert outcome(transfer) in (DONE, CANCELLED)
             last = (
                 pair.peer.read(pair.blocks_back(at, at, room))

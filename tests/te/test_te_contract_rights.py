@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from te_contract import EMPTY, GUARD, TIMEOUT_S, Pair, Way, paired
+from te_contract import EMPTY, GUARD, TIMEOUT_S, Pair, Way, cancel, paired
 from te_far import pattern
 
 import te
@@ -95,7 +95,7 @@ def test_reads_are_checked_on_both_sides(pair: Pair) -> None:
     read = pair.peer.read(pair.blocks_back(far, near, 999))
     with pytest.raises(te.TransferFailed, match=r"refused: the source: 999 bytes at .* lie outs"):
         read.wait(TIMEOUT_S)
-    read.cancel()  # Pieces that were allowed may still be landing.
+    cancel(read)  # Pieces that were allowed may still be landing.
     before = pair.src.copy()
     with pytest.raises(te.TransferFailed, match="refused: the source: 6 bytes"):
         pair.peer.read(pair.blocks_back(end - 5, 0, 6)).wait(TIMEOUT_S)

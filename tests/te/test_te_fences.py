@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import pytest
+from te_contract import cancel
 from te_far import pattern, wait_until
 from te_frames import HEADER, Ack, AckStatus, Kind, header
 from te_frozen import FrozenMemory, frozen_memory
@@ -291,7 +292,7 @@ def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
                 read.cancel()
             assert read.poll() is te.Status.PENDING
         memory.serve(pattern(3, NBYTES))
-        read.cancel()
+        cancel(read)
         dst[:] = 0xCA
         assert read.wait(TIMEOUT_S) is te.Status.CANCELLED
         again = peer.read(te.Blocks.of(memory.address, region.address, 1))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from te_contract import cancel
 from te_far import wait_until
 from te_frames import (
     BLOCK,
@@ -276,7 +277,7 @@ def test_answers_to_a_read_land_where_it_asked_for_them_and_nowhere_else() -> No
             sock.sendall(frame + b"\7" * 10 + trailer())
             if answer < 3:
                 wait_until(lambda: (memory[at : at + 10] == 7).all(), "it lands")  # noqa: B023
-                read.cancel()
+                cancel(read)
                 continue
             says = f"10 bytes at {start + at:#x} lie outside the ranges that the read is for"
             with pytest.raises(te.TransferFailed, match=says):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from te_contract import outcome
+from te_contract import cancel, outcome
 from te_far import wait_until
 from te_frames import REPLY, AckStatus, Kind, ack, segment, trailer
 from te_two_rails import TwoRails
@@ -130,7 +130,7 @@ class Owner(RuleBasedStateMachine):
     def cancel(self, i: int) -> None:
         """A write that is all sent goes on; of a read nothing lands any more."""
         one = self.asked[i % len(self.asked)]
-        one.transfer.cancel()
+        cancel(one.transfer)
         one.is_cancelled = True
         if one.into is not None:
             assert outcome(one.transfer) is CANCELLED
