@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from te_contract import outcome
-from te_far import pattern
+from te_contract import cancel, outcome
+from te_far import pattern, wait_until
 from te_frozen import FrozenMemory, frozen_memory
 
 import te
@@ -106,7 +106,7 @@ def test_what_was_cancelled_before_its_owner_has_it_moves_nothing() -> None:
         transfers = [one.write() for _ in range(5)]
         reads = [one.read() for _ in range(5)]
         for transfer in transfers + reads:
-            transfer.cancel()
+            cancel(transfer)
         one.src[:] = 9
         one.let_go()
         for transfer in transfers + reads:
@@ -178,9 +178,13 @@ def test_an_answer_wakes_who_waits_for_it(transport: str, workers: int, verb: st
         ends = (src, dst) if verb == "write" else (dst, src)
         blocks = te.Blocks.of(ends[0].ctypes.data, ends[1].ctypes.data, NBYTES)
         call = getattr(peer, verb)
-        taken = [seconds(lambda: call(blocks).wait(TIMEOUT_S)) for _ in range(2 * TRIES)]
-        assert min(taken[::2]) < WOKEN_S
-        assert min(taken[1::2]) < WOKEN_S
+
+        def both_are_quick() -> bool:
+            """Where none is woken up none is ever; where all are, threads may wait for a core."""
+            taken = [seconds(lambda: call(blocks).wait(TIMEOUT_S)) for _ in range(TRIES)]
+            return min(taken[::2]) < WOKEN_S and min(taken[1::2]) < WOKEN_S
+
+        wait_until(both_are_quick, "an answer by each connection wakes who waits for it")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "samehost"])
@@ -275,7 +279,7 @@ class Caller:
             assert read.wait(TIMEOUT_S) is DONE
             assert (self._src == 0xEE).all()
         else:
-            read.cancel()
+            cancel(read)
             self._src[:] = 0x11
             assert read.wait(TIMEOUT_S) in (DONE, CANCELLED)
             if read.poll() is CANCELLED:
