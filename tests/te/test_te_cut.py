@@ -120,9 +120,11 @@ def test_a_cut_rail_fails_what_is_under_way_and_nothing_else(
         friend_peer = source.connect(friend.card())
         peer = source.connect(relay.card)
         wait_until(lambda: len(relay.wires) == 2, "both rails are relayed")
-        wire = relay.wires[rail]
-        # The rest is still under way when it is cut, however late that is.
+        wire, other_wire = relay.wires[rail], relay.wires[1 - rail]
+        # The rest is still under way when it is cut, however late that is; and what goes by the
+        # other rail meanwhile is not all of the last transfer.
         wire.passes_max = wire.passed + (1 << 20)
+        other_wire.passes_max = other_wire.passed + 2 * NBYTES
         transfers = [write_all(peer, src, dst, 9) for _ in range(4)]
         wait_until(lambda: wire.passed > wire.passes_max, "the rail carries bytes")
         wire.cut()
