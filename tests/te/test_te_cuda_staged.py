@@ -270,7 +270,9 @@ def test_all_that_was_taken_of_the_driver_is_given_back() -> None:
     while driver.count("streams") > before[0] and time.monotonic() < until:
         time.sleep(0.001)  # They end by themselves, once they are destroyed.
     assert driver.count("events") == 0
-    assert [driver.count("streams"), driver.retained(0)] == [before[0], before[1] - 1]
+    assert driver.retained(0) == before[1] - 1
+    # Of those before, some of earlier tests may have ended since.
+    assert driver.count("streams") <= before[0]
 
 
 class Hasty(MemoryKind):

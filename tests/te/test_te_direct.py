@@ -473,7 +473,10 @@ def test_who_asks_for_a_rail_again_has_it_though_what_it_asked_first_is_done_las
 def test_what_is_cancelled_is_given_up_by_the_worker_of_its_link() -> None:
     """Before it was granted, and when it waits for rails; what is not cancelled goes on."""
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, raw):
+    with (
+        NullEngine(wires, nics=1, stall_timeout_s=TIMEOUT_S) as engine,
+        raw_direct_destination(wires, engine) as (peer, raw),
+    ):
         memory = np.zeros(PAGE, np.uint8)
         region = engine.register(memory)
         raw.send(table([(1 << 20, (1 << 20) + PAGE)]))

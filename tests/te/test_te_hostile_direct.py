@@ -199,8 +199,8 @@ def test_a_destination_that_breaks_the_rules(
 ) -> None:
     wires = Wires()
     with (
-        NullEngine(wires, nics=1) as engine, NullEngine(wires, nics=1) as friend,
-        bystander(engine, friend) as other,
+        NullEngine(wires, nics=1, stall_timeout_s=TIMEOUT_S) as engine,
+        NullEngine(wires, nics=1) as friend, bystander(engine, friend) as other,
         raw_direct_destination(wires, engine) as (peer, raw),
     ):  # fmt: skip
         transfer = pending(engine, peer)
