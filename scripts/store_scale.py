@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -80,6 +80,8 @@ from kvstore.rules.change_log import ChangeLog
 
 FINGERPRINT = 7
 KEYS_KEPT = 1 << 16
+Told = tuple[bytes, Sequence[bytes] | None]
+"""What an index answers: see ``kvstore.membership.members.Index``."""
 REGISTRY_KEYS = Keys.from_secrets([b"the secret of a registry that is measured"]).registry
 STEP_S = 0.02
 """How often the owners' changes are made: as often as a busy server stores a batch of pages."""
@@ -307,29 +309,12 @@ def index(owners: int, seconds: float) -> dict[str, float]:
     """Renewals as `kvstore.membership.index_redis` makes them, one by one over one connection."""
     with redis_server() as server:
         script = server.register_script(SCRIPT)
-        entries = [f"{number:032x} {0:016x} tcp://10.0.0.1:{number}" for number in range(owners)]
-        version = b""
-        for entry in entries:
-            version = script(keys=KEYS, args=[FORGOTTEN_S, entry, version, 0])[0]
-        renewals, before_s, begin_s = 0, redis_cpu_s(server), time.monotonic()
-        while time.monotonic() < begin_s + seconds:
-            for entry in entries:
-                answer = script(keys=KEYS, args=[FORGOTTEN_S, entry, version, 0])
-                assert len(answer) == 1, "nothing has changed"
-            renewals += owners
-        each_s = (redis_cpu_s(server) - before_s) / renewals
-        before_s, lists = redis_cpu_s(server), 0
-        while lists < min(owners, 200):
-            answer = script(keys=KEYS, args=[FORGOTTEN_S, entries[0], b"", 0])
-            assert len(answer[1]) == owners
-            lists += 1
-        list_s = (redis_cpu_s(server) - before_s) / lists
-        return {
-            "renewal_us": 1e6 * each_s,
-            "cpu_s_per_s": owners * each_s,
-            "list_us": 1e6 * list_s,
-            "cpu_s_for_each_new_owner": owners * list_s,
-        }
+
+        def exchange(_: str, entry: bytes, known: bytes) -> Told:
+            answer = script(keys=KEYS, args=[FORGOTTEN_S, entry, known, 0])
+            return answer[0], answer[1] if len(answer) == 2 else None
+
+        return renewed(exchange, lambda: redis_cpu_s(server), owners, seconds)
 
 
 def registry(owners: int, seconds: float) -> dict[str, float]:
@@ -343,28 +328,39 @@ def registry(owners: int, seconds: float) -> dict[str, float]:
             mine.send("how much?")
             return float(mine.recv())
 
-        entries = [
-            (f"{number:032x}", f"{number:032x} {0:016x} tcp://10.0.0.1:{number}".encode())
-            for number in range(owners)
-        ]
-        version = b""
-        for name, entry in entries:
-            version = there.exchange(name, entry, version)[0]
-        renewals, before_s, begin_s = 0, used_s(), time.monotonic()
-        while time.monotonic() < begin_s + seconds:
-            for name, entry in entries:
-                assert there.exchange(name, entry, version)[1] is None, "nothing has changed"
-            renewals += owners
-        each_s = (used_s() - before_s) / renewals
-        before_s, lists = used_s(), min(owners, 200)
-        for _ in range(lists):
-            found = there.exchange("", b"", b"")[1]
-            assert found is not None
-            assert len(found) == owners
-        list_s = (used_s() - before_s) / lists
+        found = renewed(there.exchange, used_s, owners, seconds)
         there.close()
         mine.send("")
         process.join()
+    return found
+
+
+def renewed(
+    exchange: Callable[[str, bytes, bytes], Told],
+    used_s: Callable[[], float],
+    owners: int,
+    seconds: float,
+) -> dict[str, float]:
+    """What an index takes. ``used_s``: its processor time until now."""
+    entries = [
+        (f"{number:032x}", f"{number:032x} {0:016x} tcp://10.0.0.1:{number}".encode())
+        for number in range(owners)
+    ]
+    version = b""
+    for name, entry in entries:
+        version = exchange(name, entry, version)[0]
+    renewals, before_s, begin_s = 0, used_s(), time.monotonic()
+    while time.monotonic() < begin_s + seconds:
+        for name, entry in entries:
+            assert exchange(name, entry, version)[1] is None, "nothing has changed"
+        renewals += owners
+    each_s = (used_s() - before_s) / renewals
+    before_s, lists = used_s(), min(owners, 200)
+    for _ in range(lists):
+        found = exchange(*entries[0], b"")[1]
+        assert found is not None
+        assert len(found) == owners
+    list_s = (used_s() - before_s) / lists
     return {
         "renewal_us": 1e6 * each_s,
         "cpu_s_per_s": owners * each_s,

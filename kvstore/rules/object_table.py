@@ -198,16 +198,10 @@ class ObjectTable:
         granted: list[bytes] = []
         slots: list[int] = []
         raw = keys.tobytes()
-        if not brings and self.slab.free_slots(units) < len(keys):
-            names = {raw[at : at + KEY_BYTES] + signature for at in range(0, len(raw), KEY_BYTES)}
-            evicted = -1
-            while evicted != self.counts.evicted:  # Some of these may leave, and need slots again.
-                evicted = self.counts.evicted
-                wanted = sum(self._verdict(name, nbytes) is Verdict.GRANTED for name in names)
-                # Those that have no copy in the tier wait until they are written: none is lost.
-                self._make_free(units, wanted, is_pressed=not self.ledger.has_tier)
-        for start in range(0, len(raw), KEY_BYTES):
-            name = raw[start : start + KEY_BYTES] + signature
+        names = [raw[at : at + KEY_BYTES] + signature for at in range(0, len(raw), KEY_BYTES)]
+        if not brings and self.slab.free_slots(units) < len(names):
+            self._make_room_for(units, names, nbytes)
+        for name in names:
             slot = None
             verdict = self._verdict(name, nbytes)
             if brings and name in self._brought and verdict is Verdict.GRANTED:
@@ -358,6 +352,15 @@ class ObjectTable:
         self.ledger.note_late()
         self.counts.evicted += len(gone)
         return len(gone)
+
+    def _make_room_for(self, units: int, names: Sequence[bytes], nbytes: int) -> None:
+        """Others leave for those of these objects that need slots. Those that have no copy in the
+        tier wait until they are written there: none is lost for it."""
+        distinct, evicted = set(names), -1
+        while evicted != self.counts.evicted:  # Some of these may leave, and need slots again.
+            evicted = self.counts.evicted
+            wanted = sum(self._verdict(name, nbytes) is Verdict.GRANTED for name in distinct)
+            self._make_free(units, wanted, is_pressed=not self.ledger.has_tier)
 
     def _make_free(self, units: int, count: int, *, is_pressed: bool) -> None:
         """Objects of a class leave until so many of its slots are free, or will be once those are
