@@ -13,7 +13,7 @@ import msgspec
 
 from bootstrap_server.ranks.errors import RegistryFull
 
-__all__ = ["STORE_OWNERS_PATH", "EntryOf", "StoreEntries", "StoreOwners"]
+__all__ = ["KEPT_S_MAX", "STORE_OWNERS_PATH", "EntryOf", "StoreEntries", "StoreOwners"]
 
 STORE_OWNERS_PATH: Final = "/v1/store-owners"
 OWNERS_MAX: Final = 4_096

@@ -98,6 +98,15 @@ def test_they_meet_over_http(server: BootstrapServer) -> None:
     assert (left.status_code, put()[1]["entries"]) == (200, [])
 
 
+def test_that_there_are_too_many_is_said(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_owners, "OWNERS_MAX", 0)
+    body = {"name": NAMES[0], "entry": "x"}
+    answer = requests.put(url(server, STORE_OWNERS_PATH), json=body, timeout=WAIT_S)
+    assert (answer.status_code, "0 owners" in answer.json()["error"]) == (429, True)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -20,6 +20,7 @@ from store_registry import RegistryServer, registry_server
 
 from bootstrap_server import BootstrapServer
 from bootstrap_server.admission.secret import Keys
+from bootstrap_server.ranks.store_owners import KEPT_S_MAX
 from kvstore.membership import index_etcd, index_redis, members
 from kvstore.membership.members import Members, host_towards
 
@@ -196,6 +197,25 @@ def test_a_registry_with_another_secret_or_none_is_not_believed(
         ours.announce(NAME, PLACE)
         assert not ours.endpoints()
         assert "does not prove that it has our secret" in caplog.text
+        ours.close()
+
+
+def test_what_a_registry_refuses_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "FORGOTTEN_S", KEPT_S_MAX + 1)
+    with registry_server() as registry:
+        Members(registry.url, HOST, KEYS).close()
+    assert "the registry answers with status 400" in caplog.text
+    assert "no new process of the store is found until it answers" in caplog.text
+
+
+def test_a_registry_has_an_address_of_ipv6() -> None:
+    with BootstrapServer("::1", 0, keys=KEYS.registry) as registry:
+        ours = Members(f"registry://[::1]:{registry.port}", "::1", KEYS)
+        ours.announce(NAME, "tcp://[::1]:4711")
+        (where,) = ours.endpoints()[NAME]
+        assert where.endpoint == "tcp://[::1]:4711"
         ours.close()
 
 
