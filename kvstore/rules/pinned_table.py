@@ -32,7 +32,7 @@ class PinnedTable(ObjectTable):
         log: ChangeLog,
         ledger: Ledger,
     ) -> None:
-        """See ``ObjectTable``."""
+        """See ``StoredObjects``."""
         super().__init__(slab, headers, new_policy, log, ledger)
         self.pins: Final = Pins(int(slab.units * PINNED_PART))
 

@@ -55,8 +55,8 @@ class TieredTable(PinnedTable):
         return self.slab.chunks + (PARTS if self.ledger.has_tier else 0)
 
     def snapshot(self, first_chunk: int, chunks: int) -> Records:
-        """See ``ObjectTable.snapshot``. Behind the chunks come the parts of what lies in the lower
-        tier alone."""
+        """See ``StoredObjects.snapshot``. Behind the chunks come the parts of what lies in the
+        lower tier alone."""
         alone: dict[bytes, int] = {}
         first, end = (
             min(max(one - self.slab.chunks, 0), PARTS)
