@@ -15,45 +15,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-import te
-from kvstore._table import Mirror, sole_owner
+from kvstore._table import sole_owner
 from kvstore.client.deadline import Deadline
 from kvstore.client.load_times import LoadTimes
 from kvstore.client.memory import Memory
 from kvstore.client.pool import OWN, Version, keys_of
 from kvstore.client.reading import Source
 from kvstore.client.status import OwnerSeen, StoreStatus, with_owner
-from kvstore.host.far import FarOwners, ReadLately
-from kvstore.host.far_puts import FarPuts
-from kvstore.host.handle import HOST, HostHandle
+from kvstore.host.far import ReadLately
+from kvstore.host.handle import HostHandle
 from kvstore.host.lease import Lease
+from kvstore.host.link import PAUSE_S, Link
 from kvstore.host.place import Place
 from kvstore.host.telling import TELLER_S, Told
 from kvstore.objects.changes import LOWER_TIER, OWNERS_MAX, PLACE, Found, Keys, Records
 from kvstore.owner.card import OwnerStats
 from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 from kvstore.protocol.asking import NoAnswer
-from kvstore.protocol.calling import Caller
-from kvstore.protocol.mapped import Mapped
-from kvstore.protocol.messages import (
-    NO_TURN,
-    Discard,
-    Figures,
-    FiguresOf,
-    Lender,
-    Lenders,
-    LendersAre,
-    Touch,
-)
-from kvstore.rate_limited_log import RateLimitedLog
+from kvstore.protocol.messages import NO_TURN, Discard, Figures, Lender, Touch
 
 __all__ = ["HostPool"]
 
@@ -63,40 +48,6 @@ OWN_ALONE: Final = bytes([1]).ljust(OWNERS_MAX, b"\0")
 TOLD_MAX: Final = 1024
 """Batches of keys that wait to be told to the owner."""
 _NOBODY: Final = Lender(0, b"", 0, 0, bytes(16).hex(), "", 1)
-PAUSE_S: Final = 1.0
-"""An owner that could not be connected to is left alone for so long."""
-
-
-@dataclass
-class _Link:
-    """To one start of an owner."""
-
-    caller: Caller
-    table: Mirror
-    #: Of other hosts.
-    far: FarOwners
-    #: None if what this process puts goes to its host's owner.
-    puts: FarPuts | None
-    #: By te; for memory that the processor cannot read.
-    peer: te.Peer | None = None
-    #: When it may be connected to again, by the monotonic clock.
-    connect_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def live_peer(self) -> te.Peer | None:
-        """None if there is no connection by te at the moment."""
-        peer = self.peer
-        return peer if peer is not None and peer.alive else None
-
-    def close(self) -> None:
-        """Who reads what is mapped keeps it."""
-        if self.puts is not None:  # First: it has something to say, perhaps.
-            self.puts.close()
-        self.caller.close()
-        self.far.close()
-        if self.peer is not None:
-            self.peer.close()
 
 
 class HostPool:
@@ -125,8 +76,7 @@ class HostPool:
         self._memory = memory
         self._load_times = load_times
         self._lock = threading.Lock()
-        self._strange = RateLimitedLog(logger)
-        self._link: _Link | None = None
+        self._link: Link | None = None
         #: Which joining it belongs to (``Lease.joins``), and when it is tried again.
         self._joins = 0
         self._link_s = 0.0
@@ -158,32 +108,23 @@ class HostPool:
 
     def _connect(self) -> None:
         """With the lock."""
-        tables: list[Mirror] = []
-
-        def map_table(fd: int) -> None:
-            tables.append(Mirror(Mapped(fd).memory))
-
         joins = self._lease.joins
         try:
             path = str(self._place.calls)
-            caller = Caller(path, HOST, self.request_timeout_s, map_table)
+            link = Link(path, self._memory, self.request_timeout_s, puts_far=self._puts_far)
         except NoAnswer as exc:
             self._link_s = time.monotonic() + PAUSE_S
             logger.warning("%s; it is tried again", exc)
             return
-        far, puts = FarOwners(self._memory, self.request_timeout_s), None
-        if self._puts_far and not caller.hello.lends:
-            puts = FarPuts(caller, far, self._memory, self._identity, self.request_timeout_s)
-        link = _Link(caller, tables[0], far, puts)
-        self._connect_by_te(link)  # First: what is found behind this is to be read.
+        link.connect_by_te()  # First: what is found behind this is to be read.
         former, self._link = self._link, link
         self._joins = joins
         if former is not None:
             former.close()
-        for number in np.flatnonzero(np.frombuffer(tables[0].ranks, np.uint8)).tolist():
+        for number in np.flatnonzero(np.frombuffer(link.table.ranks, np.uint8)).tolist():
             self._load_times.forget(number)  # The owner's numbers may be others' now.
 
-    def _joined(self) -> _Link | None:
+    def _joined(self) -> Link | None:
         """The connection to the owner; None if there is none. Does not wait: the lease's thread
         connects, soon behind this."""
         if not self._lease.is_joined:
@@ -206,24 +147,9 @@ class HostPool:
         """Behind the first wish: until then, and if it fails, the owner brings what is there."""
         link = self._joined()
         if link is not None:
-            link.far.connect(partial(self._lenders, link))
+            link.connect_far()
             if self._link is not link:
                 link.far.close()
-
-    def _lenders(self, link: _Link) -> list[Lender] | None:
-        """Where the owners of other hosts are; None if the host's owner does not say."""
-        found, first = list[Lender](), 1
-        try:
-            while first:
-                answer = link.caller.ask(Lenders(first), self.request_timeout_s)
-                if not isinstance(answer, LendersAre) or 0 < answer.next <= first:
-                    raise NoAnswer(f"{HOST} answers nonsense of other hosts")
-                found += answer.lenders
-                first = answer.next
-        except NoAnswer as exc:
-            self._strange.warn("where other hosts have their memory is not known: %s", exc)
-            return None
-        return found
 
     # -- look-ups
 
@@ -240,7 +166,7 @@ class HostPool:
     def ranks(self) -> bytes:
         """Without an owner to ask, its memory alone, if that can be read."""
         link = self._link
-        if link is None or (link.caller.window is None and link.live_peer is None):
+        if link is None or not link.is_readable:
             return bytes(OWNERS_MAX)
         return link.table.ranks if self._joined() is link else OWN_ALONE
 
@@ -292,7 +218,7 @@ class HostPool:
                 places["found"][is_far] = Found.MISSING
         return places
 
-    def _reads_itself(self, link: _Link, keys: Keys, number: int) -> bool:
+    def _reads_itself(self, link: Link, keys: Keys, number: int) -> bool:
         """Whether all of the objects that lie in the memory of one owner of another host are for
         this process to read: the most frequent case, and told quickly. See ``_is_readable``."""
         return (
@@ -303,7 +229,7 @@ class HostPool:
         )
 
     def _is_readable(
-        self, link: _Link, keys: Keys, places: Records, is_far: npt.NDArray[np.bool_]
+        self, link: Link, keys: Keys, places: Records, is_far: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
         """Which of the objects that do not lie in this host's memory this process reads itself:
         those in the memory of other hosts' owners to which it is connected, and that it has not
@@ -364,43 +290,24 @@ class HostPool:
             return None
         if number != OWN and not brought:
             return link.far.source(number)
-        window, peer = link.caller.window, link.live_peer
-        if peer is None and self._needs_te(link):
+        source = link.source(number)
+        if (source is None or source.link is None) and link.needs_te:
             self._lease.remind()
-            if window is None:
-                return None
-        hello = link.caller.hello
-        return Source(number, peer, hello.headers_address, hello.slots_address, window)
+        return source
 
     def source_of_all(self, places: Records, *, brought: bool = False) -> Source | None:
         """See ``Pool``."""
         number = sole_owner(places)
         return None if number < 0 else self.source(number, brought=brought)
 
-    def _needs_te(self, link: _Link) -> bool:
-        return link.caller.window is None or self._memory.has_unreadable
-
     def connect_by_te(self) -> None:
         """Connects to the owner, if this process needs that, and has no connection. Waits for
         it."""
         link = self._joined()
         if link is not None:
-            self._connect_by_te(link)
+            link.connect_by_te()
             if self._link is not link:  # It was ended meanwhile.
                 link.close()
-
-    def _connect_by_te(self, link: _Link) -> None:
-        if not self._needs_te(link):
-            return
-        with link.lock:
-            if link.live_peer is not None or time.monotonic() < link.connect_s:
-                return
-            try:
-                engine, card = self._memory.engine, link.caller.hello.engine
-                link.peer = engine.connect(card, self.request_timeout_s)
-            except te.Error as exc:
-                link.connect_s = time.monotonic() + PAUSE_S
-                logger.warning("%s is not read by te: %s", HOST, exc)
 
     def pause(self, number: int, reason: str) -> None:
         """See ``Pool``. The lease's thread connects anew."""
@@ -419,20 +326,18 @@ class HostPool:
         """See ``Pool``: the host's owner, whichever number it is; but objects are stored at the
         owner of that number, if this process can write there."""
         link = self._joined()
-        if link is not None and link.puts is not None and number != OWN:
+        if link is None:
+            return None
+        if link.puts is not None and number != OWN:
             far = link.puts.handle(number)
             if far is not None:
                 return far
             if self._memory.is_used and link.far.want([number]):
                 self._lease.remind()
-        source = None if link is None else self.source(number, brought=True)
-        if link is None or source is None:
+        source = self.source(number, brought=True)
+        if source is None:
             return None
-        return HostHandle(source, link.caller, self._identity, self.request_timeout_s)
-
-    def _identity(self) -> te.Identity:
-        engine = self._memory.engine
-        return te.Identity(engine.id, engine.epoch)
+        return HostHandle(source, link.caller, link.identity, self.request_timeout_s)
 
     def usable(self) -> Sequence[int]:
         """See ``Pool``: objects are stored at the host's owner, and it stores copies elsewhere."""
@@ -486,7 +391,7 @@ class HostPool:
         link = self._joined()
         if link is None:
             return mine
-        found = self._figures(link, Figures(self._id))
+        found = link.figures(Figures(self._id))
         if found is None:
             if self._answer is None or time.monotonic() > self._answer_until_s:
                 return mine
@@ -502,24 +407,13 @@ class HostPool:
         """See ``Pool``: this host's, if it lends, and those that it knows. None if it does not
         answer."""
         link = self._joined()
-        found = None if link is None else self._figures(link, Figures())
+        found = None if link is None else link.figures(Figures())
         if link is None or found is None:
             return ()
         host, _ = found
         held = 0 if host.own is None else host.own.objects
         mine = [msgspec.structs.replace(one, objects=held) for one in self.seen()]
         return (*(mine if link.caller.hello.lends else []), *host.owners)
-
-    def _figures(self, link: _Link, question: Figures) -> tuple[StoreStatus, int] | None:
-        """How the owner is, and the number of this process's turn; None if it does not answer."""
-        try:
-            found = link.caller.ask(question, self.request_timeout_s)
-            if not isinstance(found, FiguresOf):
-                raise NoAnswer(f"{HOST} answers with {type(found).__name__}")
-            return msgspec.msgpack.decode(found.status, type=StoreStatus), found.turn
-        except (NoAnswer, msgspec.DecodeError) as exc:
-            self._strange.warn("what %s holds is not told: %s", HOST, exc)
-            return None
 
 
 def _nothing() -> None:

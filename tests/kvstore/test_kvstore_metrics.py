@@ -155,15 +155,8 @@ def test_what_only_rises_can_be_told_from_a_moment_on() -> None:
     assert own.since(own).behind(own) == own
 
 
-class Late:
-    """A link to an owner that does not answer in time."""
-
-    @property
-    def caller(self) -> Late:
-        return self
-
-    def ask(self, *_: object) -> None:
-        raise NoAnswer("late")
+def late(*_: object) -> None:
+    raise NoAnswer("late")
 
 
 @pytest.mark.slow
@@ -189,7 +182,8 @@ def test_one_process_of_a_host_tells_what_lies_there(
             pool = first._owners
             assert isinstance(pool, HostPool)
             with monkeypatch.context() as patch:
-                patch.setattr(pool, "_joined", lambda: Late())
+                assert pool._link is not None
+                patch.setattr(pool._link.caller, "ask", late)
                 assert gauges(first.figures()) == told, "it is late, and nobody else tells it"
                 patch.setattr(pool, "_answer_until_s", 0.0)
                 assert ("objects", ()) not in gauges(first.figures())

@@ -21,7 +21,6 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, loaded_in_parts, put_all
 
 import te
-from kvstore.host import pool as pool_module
 from kvstore.host.pool import HostPool
 from kvstore.loading import Load
 from kvstore.objects.changes import fingerprint_of
@@ -329,7 +328,7 @@ def test_an_owner_with_the_number_of_the_last_one_is_another(
 ) -> None:
     """As in containers, where each may be process 1; and it does not answer at first."""
     lends = config(directory, 16 * MIB)
-    monkeypatch.setattr(pool_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr("kvstore.host.pool.PAUSE_S", 0.0)
     with contextlib.ExitStack() as stack:
         with owner_here(lends):
             store = stack.enter_context(Store(shared(directory)))
@@ -342,7 +341,7 @@ def test_an_owner_with_the_number_of_the_last_one_is_another(
                     raise NoAnswer("not yet")
                 return Caller(*words)
 
-            monkeypatch.setattr(pool_module, "Caller", call)
+            monkeypatch.setattr("kvstore.host.link.Caller", call)
         with owner_here(lends):
             until(lambda: called and store._owners.usable(), "the second one is connected to")
             assert pid_of(store) == os.getpid()
