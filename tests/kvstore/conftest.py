@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_etcd import ALL_INDEXES, INDEXES, EtcdServer, any_index, index_server
 from store_far import Far
 from store_host import end_all
 from store_lower_tier import MEMORY
 from store_makers import TIMEOUT_S, config, engine
 from store_meeting import owning
-from store_redis import meeting
+from store_redis import RedisServer, meeting
+from store_registry import RegistryServer
 
 from kvstore.host import far_puts, lease
 from kvstore.membership import members
@@ -145,3 +147,19 @@ def meet() -> Iterator[dict[str, Any]]:
     """Settings of hosts that find each other."""
     with meeting() as settings:
         yield settings
+
+
+@pytest.fixture(params=INDEXES)
+def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
+    """Where owners meet, of each kind that anybody can write to."""
+    with index_server(request.param) as server:
+        yield server
+
+
+@pytest.fixture(params=ALL_INDEXES)
+def anywhere(
+    request: pytest.FixtureRequest,
+) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
+    """Where owners meet, of each kind."""
+    with any_index(request.param) as server:
+        yield server

@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_etcd import ALL_INDEXES, INDEXES, EtcdServer, any_index, index_server
+from store_etcd import EtcdServer
 from store_makers import SIG, Room, contents, engine, keys, until
 from store_redis import RedisServer, at_index
 from store_registry import RegistryServer
@@ -30,20 +29,6 @@ from kvstore.store import Store
 MIB = 1 << 20
 N, NBYTES = 8, 20_000
 KEYS = keys(N)
-
-
-@pytest.fixture(params=INDEXES)
-def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
-    with index_server(request.param) as server:
-        yield server
-
-
-@pytest.fixture(params=ALL_INDEXES)
-def anywhere(
-    request: pytest.FixtureRequest,
-) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
-    with any_index(request.param) as server:
-        yield server
 
 
 def filled(store: Store) -> Room:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from store_etcd import ALL_INDEXES, INDEXES, EtcdServer, any_index, etcd_server, index_server
+from store_etcd import EtcdServer, etcd_server, index_server
 from store_makers import until
 from store_redis import KEYS, RedisServer
 from store_registry import RegistryServer, registry_server
@@ -28,20 +28,6 @@ HOST = "127.0.0.1"
 NAME = "0" * 31 + "1"
 PLACE = "tcp://127.0.0.1:4711"
 OTHER = Keys.from_secrets([b"another secret of the tests"])
-
-
-@pytest.fixture(params=INDEXES)
-def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
-    with index_server(request.param) as server:
-        yield server
-
-
-@pytest.fixture(params=ALL_INDEXES)
-def anywhere(
-    request: pytest.FixtureRequest,
-) -> Iterator[RedisServer | EtcdServer | RegistryServer]:
-    with any_index(request.param) as server:
-        yield server
 
 
 @pytest.fixture

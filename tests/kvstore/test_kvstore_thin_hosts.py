@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_etcd import INDEXES, EtcdServer, index_server
+from store_etcd import EtcdServer
 from store_host import end_all, pid_of, shared
 from store_makers import SIG, Room, config, contents, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
@@ -40,12 +40,6 @@ def has(store: Store, names: Any = KEYS, nbytes: int = NBYTES, seed: int = 0) ->
 
 
 # -- several hosts
-
-
-@pytest.fixture(params=INDEXES)
-def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
-    with index_server(request.param) as server:
-        yield server
 
 
 class Hosts:
