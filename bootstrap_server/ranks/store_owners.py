@@ -40,7 +40,7 @@ class EntryOf(msgspec.Struct, frozen=True, kw_only=True):
 class StoreEntries(msgspec.Struct, frozen=True):
     """What it is told. `entries` is None if they are those of the revision that it knows."""
 
-    revision: int
+    revision: Annotated[int, msgspec.Meta(ge=0)]
     entries: list[str] | None = None
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from bootstrap_server.client.http import HttpClient
+from bootstrap_server.decoding import BadText, decoded
 from bootstrap_server.ranks.errors import BootstrapError
 from bootstrap_server.ranks.store_owners import STORE_OWNERS_PATH, EntryOf, StoreEntries
 
@@ -34,7 +35,7 @@ class RegistryIndex:
             raise ValueError("a registry has no users and no path here: give registry://HOST:PORT")
         host = str(parts.hostname)
         host = f"[{host}]" if ":" in host else host
-        self.errors: Final[tuple[type[Exception], ...]] = (BootstrapError, msgspec.MsgspecError)
+        self.errors: Final[tuple[type[Exception], ...]] = (BootstrapError,)
         self._kept_s = kept_s
         self._client = HttpClient(
             f"{host}:{parts.port or DEFAULT_PORT}", timeout_s, "the registry", keys=keys
@@ -47,7 +48,10 @@ class RegistryIndex:
         said = EntryOf(known=int(known or 0), kept_s=self._kept_s)
         if entry:
             said = msgspec.structs.replace(said, name=name, entry=entry.decode())
-        told = _ANSWER.decode(self._ask("PUT", said))
+        try:
+            told = decoded(_ANSWER, self._ask("PUT", said))
+        except BadText as exc:
+            raise BootstrapError(f"the registry answers what cannot be read: {exc}") from exc
         found = None if told.entries is None else [one.encode() for one in told.entries]
         return b"%d" % told.revision, found
 
