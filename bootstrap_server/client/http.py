@@ -93,9 +93,10 @@ class HttpClient:
             if response.will_close:
                 self.close()
             return status, answer
-        except (OSError, http.client.HTTPException, zlib.error, UnicodeError) as error:
+        # http.client raises ValueError, too: of a chunk that has less than no bytes, say.
+        except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
             self.close()
-            # An HTTPException may hold anything that a stranger has sent.
+            # All but an OSError may hold anything that a stranger has sent.
             reason = (str(error) if isinstance(error, OSError) else repr(error))[:REASON_CHARS]
             raise Unreachable(
                 f"{self._server} at {self._address} cannot be reached: {reason}",

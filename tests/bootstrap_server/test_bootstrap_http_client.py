@@ -49,6 +49,9 @@ def answer(body: bytes, *headers: str, length: int | None = None) -> bytes:
     return "\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode() + body
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def test_a_connection_is_kept_and_opened_again_when_the_server_closed_it() -> None:
     with script([answer(b"one"), answer(b"two")], [answer(b"three")]) as address:
         client = HttpClient(address, WAIT_S)
@@ -88,6 +91,7 @@ def test_compressed_answers() -> None:
         ),
         (answer(b"not gzip", "Content-Encoding: gzip"), "incorrect header"),
         (b"\x00\x00\x00\r\n\r\n", "\\\\x00"),
+        (CHUNKED + b"-5\r\nhalf\r\n", "ValueError"),
         (b"", "closed connection"),
     ],
 )
