@@ -74,7 +74,8 @@ class EtcdIndex:
         self.errors: Final[tuple[type[Exception], ...]] = (
             OSError,
             http.client.HTTPException,
-            msgspec.MsgspecError,
+            ValueError,  # msgspec's, and http.client's of a chunk that has less than no bytes.
+            RecursionError,  # Of what is nested too deeply.
         )
         self._timeout_s = timeout_s
         self._connection = DeadlineConnection(str(parts.hostname), parts.port or DEFAULT_PORT)

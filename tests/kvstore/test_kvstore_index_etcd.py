@@ -46,3 +46,24 @@ def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
             given_up.set()
             index.close()
             thread.join(MUCH_LATER_S)
+
+
+def test_a_chunk_of_less_than_no_bytes_is_no_answer() -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhalf\r\n"
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not connection.recv(1 << 16).endswith(b"}"):
+                pass
+            connection.sendall(chunked)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        url = f"etcd://127.0.0.1:{listener.getsockname()[1]}"
+        index = EtcdIndex(url, MUCH_LATER_S, 2.0)
+        with pytest.raises(index.errors, match="read length"):
+            index.exchange("a", b"", b"")
+        index.close()
+        thread.join(MUCH_LATER_S)

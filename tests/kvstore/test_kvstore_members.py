@@ -269,6 +269,7 @@ ODD_ANSWERS = {
     "no JSON": b"<html>",
     "of another shape": b'{"kvs": 1}',
     "no base64": b'{"kvs": [{"value": "?"}]}',
+    "nested too deeply": b'{"more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "too long": b" " * 3_000_000,
 }
 
@@ -281,6 +282,7 @@ def test_answers_that_are_not_etcds_cost_nothing_but_new_processes(
 
     class Stranger(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.send_header("Content-Length", str(len(ODD_ANSWERS[odd])))
             self.end_headers()
