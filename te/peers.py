@@ -156,7 +156,8 @@ class Peer:
         """Begins to copy ``blocks`` from the peer's memory (``src``) into this engine's (``dst``).
 
         Every ``dst`` range must be registered with this engine; the peer checks that every ``src``
-        range lies in its regions and may be read. When a read has failed, pieces of it may still be
+        range lies in its regions and may be read. Over TCP, up to 256 KiB land in the thread
+        that waits for them. When a read has failed, pieces of it may still be
         landing: call ``Transfer.cancel`` before the memory is reused.
 
         Raises:

@@ -9,7 +9,8 @@ from te.core.sync cimport u64
 from te.core.worker cimport Spin
 
 cdef enum:
-    INLINE_BYTES = 64 << 10  # of a transfer that is sent at once, and that a calling thread waits for itself
+    INLINE_BYTES = 64 << 10  # of a write that is sent at once, and whose answer a calling thread takes
+    REPLY_BYTES = 256 << 10  # of a read that a calling thread lands: what is one frame with any number of connections
 
 # The owner is to begin the transfer, of which it gets a reference. Once.
 cdef void submit(Transfer *t) noexcept

@@ -207,7 +207,9 @@ cdef Seen take_answers(Look *look, bint sleeps) noexcept nogil:
             break
     if state != LEFT_TO_WORKER:  # What the first transfer waits for may be what was left.
         store32(&c.looked, suspicion)
-    if may_send or load32(&c.polled.kicked) or (c.queued_n and c.out_left == 0):
+    if c.queued_n:
+        send_by(c, 1)  # Such as that the reply to a read has landed.
+    if may_send or load32(&c.polled.kicked):
         polled_kick(&c.polled)  # There is something to send, or to begin.
     if state == WAITING and sleeps and load32(&look.t.status) == PENDING:
         return fall_asleep(look)

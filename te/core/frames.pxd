@@ -5,9 +5,10 @@
 from libc.stdint cimport uint8_t
 from te.core.channels cimport Channel
 from te.core.link cimport Link
+from te.core.plane cimport plane_stages
 from te.core.tally cimport Flow
 from te.core.sync cimport store32, u32, u64
-from te.core.wire cimport Header
+from te.core.wire cimport FLAG_REPLY, Header, SEGMENT
 from te.core.worker cimport Polled, Silence
 
 cdef enum:
@@ -32,10 +33,10 @@ cdef struct Protocol:
     bint moves_payload
     # One step: a call to the kernel, or what follows from a complete item. It may set `is_away`, give up
     # the turn while it waits for another process, and return TAKEN. `answers_only`: by a calling thread, which
-    # leaves all kinds of frames to the worker that are not among `answers`, which has a bit for each: LEFT_TO_WORKER,
-    # and the connection is kicked.
-    u32 answers
+    # leaves all frames to the worker that are not `for_callers`: LEFT_TO_WORKER, and the connection is kicked.
     Moved (*receive)(Connection *c, bint answers_only) noexcept nogil
+    u32 answers  # kinds of frames that calling threads take; a bit for each
+    u64 reply_most  # bytes of a read's reply that calling threads land; 0: none
     # Sends what there is, in at most so many calls.
     Moved (*send)(Connection *c, int turns) noexcept nogil
     # The next four are NULL where there is nothing to do. Whether there is work that nobody rings for.
@@ -80,6 +81,15 @@ cdef struct Connection:
     uint8_t *sending
     u64 queued_n, queued_room, sending_room
     u64 out_left  # of what is being sent
+
+cdef inline bint for_callers(Connection *c) noexcept nogil:
+    """Whether the frame that has come, of which nothing else is known yet, is for a calling thread that waits: an answer,
+    or what one frame brings of a small read."""
+    if c.head.kind == SEGMENT:
+        return c.head.flags & FLAG_REPLY and 0 < c.head.nbytes <= c.protocol.reply_most and (
+            not plane_stages(c.link.plane))
+    return c.head.kind < 32 and c.protocol.answers >> c.head.kind & 1
+
 
 cdef inline Moved leave_to_worker(Connection *c) noexcept nogil:
     """In a turn that is lent: who has it kicks the connection in the end."""

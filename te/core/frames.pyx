@@ -152,7 +152,7 @@ cdef Moved frame_read(Connection *c, bint answers_only, bint *is_whole) noexcept
         if c.lead_have < sizeof(Header):
             return state
         memcpy(&c.head, c.lead, sizeof(Header))
-    if answers_only and not (c.head.kind < 32 and c.protocol.answers >> c.head.kind & 1):
+    if answers_only and not for_callers(c):
         return leave_to_worker(c)
     if not c.has_head:
         if not check_head(c):

@@ -7,7 +7,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport INLINE_BYTES, await_answer, call_off, submit
+from te.core.callers cimport INLINE_BYTES, REPLY_BYTES, await_answer, call_off, submit
 from te.core.engine cimport death_of, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
@@ -263,14 +263,15 @@ cdef class TransferHandle:
         cdef u64 now = now_ns()
         cdef u64 until = now + ns_of(timeout_s), until_locked
         cdef Spin spin
-        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+        # A read lands in this thread, perhaps, and its memory may be long in coming: nobody else waits for that.
+        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES and not t.is_read:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
             # a small write comes in less time than anybody else would be let in. It counts from the
             # submission, so that who waits again and again keeps the lock no longer.
             until_locked = min(until, t.submitted_ns + KEEP_LOCK_NS)
             if now < until_locked:
                 await_answer(t, &t.link.spin, until_locked)
-        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+        if load32(&t.status) == PENDING and t.total <= (REPLY_BYTES if t.is_read else INLINE_BYTES):
             spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:
                 await_answer(t, &spin, min(until, now_ns() + AWAIT_NS))

@@ -5,12 +5,12 @@ from libc.stdint cimport uint8_t
 from libc.stdio cimport snprintf
 from libc.string cimport memcpy, strerror
 from te.core.channels cimport channel_receive
-from te.core.frames cimport LOST, MOVED, WAITING, frame_begin, on_received, queue_answer
+from te.core.frames cimport LOST, MOVED, WAITING, frame_begin, leave_to_worker, on_received, queue_answer
 from te.core.inbound cimport *
 from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.link cimport *
 from te.core.payload cimport (
-    AT_COPY, AT_DISCARD, AT_HEAD, AT_PAYLOAD, AT_TRAILER, Payload, payload_of, Stand,
+    AT_COPY, AT_DISCARD, AT_HEAD, AT_PAYLOAD, AT_PLACE, AT_TRAILER, Payload, payload_of, Stand,
 )
 from te.core.plane cimport plane_stages
 from te.core.posix cimport EFAULT
@@ -39,10 +39,12 @@ cdef void tell_refused(Connection *c, Arriving *a, const char *reason) noexcept 
         fail_read(c.link, a.tag, reason)
 
 
-cdef void landing_refuse(Connection *c, const char *reason) noexcept nogil:
-    pthread_mutex_lock(&c.link.lock)
+cdef bint landing_refuse(Connection *c, const char *reason) noexcept nogil:
+    if not link_lock(c.link, c.polled.worker):
+        return False
     refuse(c, payload_of(c).arriving, reason)
     pthread_mutex_unlock(&c.link.lock)
+    return True
 
 
 cdef void landing_finish(Connection *c, Arriving *a) noexcept nogil:
@@ -68,13 +70,14 @@ cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil:
         store64(&a.opening.progress_ns, load64(&c.link.progress_ns))
 
 
-cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
+cdef bint landing_landed(Connection *c, bint is_good) noexcept nogil:
     cdef Payload *p = payload_of(c)
     cdef Arriving *a = p.arriving
     cdef u64 nbytes = c.head.nbytes
+    if not link_lock(c.link, c.polled.worker):
+        return False
     p.stand = AT_HEAD
     p.arriving = NULL
-    pthread_mutex_lock(&c.link.lock)
     if staged_is_open(c):
         nbytes -= staged_end(c)
         a.staged_frames -= 1
@@ -86,6 +89,7 @@ cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
     if is_whole(a):
         landing_finish(c, a)
     pthread_mutex_unlock(&c.link.lock)
+    return True
 
 
 cdef void landing_part(Connection *c, Part *part) noexcept nogil:
@@ -125,25 +129,30 @@ cdef bint must_stage(Connection *c) noexcept nogil:
     return False
 
 
-cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
+cdef void landing_expect(Connection *c, Arriving *a) noexcept nogil:
+    payload_of(c).arriving = a
+    payload_of(c).stand = AT_PLACE
+
+
+cdef bint landing_begin(Connection *c, bint *is_good) noexcept nogil:
     cdef Payload *p = payload_of(c)
+    cdef Arriving *a = p.arriving
     cdef char reason[TEXT_MAX]
-    cdef bint good, is_staged = False
-    p.arriving = a
-    p.stand = AT_PAYLOAD
+    cdef bint is_staged = False
+    is_good[0] = False
     if load32(&a.refused):
-        return False
+        return True
     enter(&c.polled.worker.section, c.link, NULL)
-    good = is_placed(c.link, a, &p.place, p.local, p.local_n, reason)
-    if good and plane_stages(c.link.plane):
+    is_good[0] = is_placed(c.link, a, &p.place, p.local, p.local_n, reason)
+    if is_good[0] and plane_stages(c.link.plane):
         is_staged = must_stage(c)
     leave(&c.polled.worker.section)
-    if not good:
-        landing_refuse(c, reason)
-    elif is_staged:
+    if not is_good[0]:
+        return landing_refuse(c, reason)
+    if is_staged:
         landing_stage(c, a)
-        p.stand = AT_COPY
-    return good
+    p.stand = AT_COPY if is_staged else AT_PAYLOAD
+    return True
 
 
 cdef void landing_stage(Connection *c, Arriving *a) noexcept nogil:
@@ -197,7 +206,8 @@ cdef Moved land(Connection *c) noexcept nogil:
         good = False
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: Bad address")
     if not good:
-        landing_refuse(c, reason)
+        if not landing_refuse(c, reason):
+            return leave_to_worker(c)
         throw_away(c)
         return MOVED
     state = on_received(c, n, wanted)
@@ -230,7 +240,8 @@ cdef Moved read_trailer(Connection *c) noexcept nogil:
         if p.tail_have < TRAILER_BYTES:
             return state
     memcpy(&fault, p.tail, TRAILER_BYTES)
-    landing_landed(c, fault == 0)
+    if not landing_landed(c, fault == 0):
+        return leave_to_worker(c)
     frame_begin(c, p.tail + TRAILER_BYTES, p.tail_have - TRAILER_BYTES)
     return MOVED if c.lead_have >= sizeof(Header) else state
 
@@ -313,8 +324,19 @@ cdef Moved receive_staged(Connection *c) noexcept nogil:
     return MOVED
 
 
+cdef Moved place(Connection *c) noexcept nogil:
+    cdef bint is_good
+    if not landing_begin(c, &is_good):
+        return leave_to_worker(c)
+    if not is_good:
+        throw_away(c)
+    return land(c) if payload_of(c).stand == AT_PAYLOAD else MOVED
+
+
 cdef Moved landing_receive(Connection *c) noexcept nogil:
     cdef Stand stand = payload_of(c).stand
+    if stand == AT_PLACE:
+        return place(c)
     if stand == AT_PAYLOAD:
         return land(c)
     if stand == AT_TRAILER:

@@ -15,6 +15,7 @@ cdef enum:
 
 cdef enum Stand:  # what comes next
     AT_HEAD  # of the next frame, or its body
+    AT_PLACE  # a payload, of which is not known yet whether it may land
     AT_PAYLOAD
     AT_TRAILER
     AT_DISCARD

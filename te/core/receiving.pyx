@@ -5,7 +5,8 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset
-from te.core.frames cimport LOST, MOVED, Moved, frame_read, leave_to_worker, queue_answer
+from te.core.callers cimport REPLY_BYTES
+from te.core.frames cimport LOST, MOVED, Moved, for_callers, frame_read, leave_to_worker, queue_answer
 from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.landing cimport *
@@ -83,14 +84,16 @@ cdef bint load_ranges(Connection *c) noexcept nogil:
     return True
 
 
-cdef Arriving *begin_some(Connection *c) noexcept nogil:
-    """Of a frame that brings some of a transfer, or says where it lies; NULL after a violation."""
+cdef Moved begin_some(Connection *c, Arriving **found) noexcept nogil:
+    """The transfer of a frame that brings some of it, or says where that lies; LOST after a violation."""
     cdef Payload *p = payload_of(c)
     cdef char text[TEXT_MAX]
     cdef Arriving *a
     if not load_ranges(c):
-        return NULL
-    pthread_mutex_lock(&c.link.lock)
+        return LOST
+    if not link_lock(c.link, c.polled.worker):
+        c.has_head = True  # The frame is whole, and is taken by the next call.
+        return leave_to_worker(c)
     a = begin(c, p.last_id)
     if a != NULL:
         p.last_id = max(p.last_id, c.head.transfer)
@@ -98,7 +101,8 @@ cdef Arriving *begin_some(Connection *c) noexcept nogil:
             violate(c.link, text)
             a = NULL
     pthread_mutex_unlock(&c.link.lock)
-    return a
+    found[0] = a
+    return LOST if a == NULL else MOVED
 
 
 cdef bint receiving_empty(Connection *c, u64 *last_id) noexcept nogil:
@@ -179,7 +183,9 @@ cdef void serve_read(Connection *c) noexcept nogil:
         snprintf(reason, TEXT_MAX, b"the source: too many reads at once")
     if good:
         transfer_list(t)
-        link_kick(link)
+        # A small one is sent by this connection, in this turn: to wake the others up would cost more.
+        if t.total > REPLY_BYTES or link.issue != t or c.out_left:
+            link_kick(link)
     else:
         queue_answer(c, c.head.transfer, REFUSED, reason)
     pthread_mutex_unlock(&link.lock)
@@ -192,45 +198,43 @@ cdef void serve_read(Connection *c) noexcept nogil:
 # -- the protocol
 
 cdef bint take_frame(Connection *c) noexcept nogil:
-    """False after a violation."""
-    cdef Arriving *a
+    """One without payload, but for a PULL; False after a violation."""
     if c.head.kind == END:
         return receiving_empty(c, &payload_of(c).last_id)
     if c.head.kind == ABANDON:
         return on_abandon(c)
-    if c.head.kind == READ:
-        if not load_ranges(c):
-            return False
-        serve_read(c)
-        return True
-    a = begin_some(c)
-    if a != NULL and not landing_begin(c, a):
-        throw_away(c)
-    return a != NULL
+    if not load_ranges(c):
+        return False
+    serve_read(c)
+    return True
 
 
 cdef Moved receiving_read(Connection *c, bint answers_only, Arriving **pulled) noexcept nogil:
     cdef bint is_whole
-    cdef Moved state = frame_read(c, answers_only, &is_whole)
+    cdef Arriving *a
+    cdef Moved begun, state = frame_read(c, answers_only, &is_whole)
     pulled[0] = NULL
     if not is_whole:
         return state
     if c.head.kind == ACK:
         return acknowledged(c, state)
+    if c.head.kind != SEGMENT and c.head.kind != PULL:
+        return state if take_frame(c) else LOST
+    begun = begin_some(c, &a)
+    if begun != MOVED:
+        return begun
     if c.head.kind == PULL:
-        pulled[0] = begin_some(c)
-        return LOST if pulled[0] == NULL else state
-    if not take_frame(c):
-        return LOST
-    # With a payload to come it is worth looking; behind the last frame it is not.
-    return state if payload_of(c).stand == AT_HEAD else MOVED
+        pulled[0] = a
+        return state
+    landing_expect(c, a)
+    return MOVED  # With a payload to come it is worth looking; behind the last frame it is not.
 
 
 cdef Moved receive(Connection *c, bint answers_only) noexcept nogil:
     cdef Arriving *pulled
     if payload_of(c).stand == AT_HEAD:
         return receiving_read(c, answers_only, &pulled)
-    return leave_to_worker(c) if answers_only else landing_receive(c)
+    return leave_to_worker(c) if answers_only and not for_callers(c) else landing_receive(c)
 
 
 cdef void settle(Connection *c) noexcept nogil:

@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.callers cimport INLINE_BYTES, call_off
+from te.core.callers cimport INLINE_BYTES, REPLY_BYTES, call_off
 from te.core.connections cimport connections_free
 from te.core.frames cimport LOST, MOVED, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
@@ -22,7 +22,7 @@ from te.core.transfer cimport *
 from te.core.wire cimport *
 
 cdef enum:
-    SHARE_LEAST_BYTES = 256 << 10
+    READS_AT_ONCE = 4  # frames that ask for a read, which the calling thread sends
 
 
 # -- its life
@@ -53,6 +53,7 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
         s.frame = READ
         t.opening = opening_for(t)
         t.may_land = True
+        t.sends_at_once = READS_AT_ONCE
     elif must_stage(t):
         s.frame = SEGMENT
         s.is_staged = True
@@ -205,7 +206,7 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         advance(t, BEGINS)
         # Small transfers of several segments are spread too, but not below 256 KiB a segment.
         s.segment_bytes = min(
-            max(t.total / (4 * rails_of(link)), <u64>SHARE_LEAST_BYTES),
+            max(t.total / (4 * rails_of(link)), <u64>REPLY_BYTES),
             min(link.plane.segment_bytes, most))
     if t.is_read:
         (<Streams *>link.own).reads_asked += 1
@@ -217,8 +218,11 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         if t.is_reply:  # A peer that takes all and confirms nothing is not to keep more than it must.
             transfer_made(t)
     t.in_flight += 1
-    # The replies to a read are for workers alone; and several frames may be taken in any order.
-    if not t.is_read and payload_of(c).frame.head.nbytes == t.total:
+    # Several frames may be taken in any order. And a peer need not send a reply by the connection that it was asked
+    # by: then whoever lands it wakes the caller.
+    if payload_of(c).frame.head.nbytes == t.total and (
+        not t.is_read or t.total <= c.protocol.reply_most
+    ):
         store_pointer(&t.answered_by, c)
 
 

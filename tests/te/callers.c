@@ -19,6 +19,7 @@ volatile int holds_readers;     /* a worker that reads payload is off its proces
 volatile int workers_reading;   /* that have begun to */
 volatile int puts_caller_off;   /* the calling thread, once, when it has found the worker's turn taken: until the worker */
 volatile int callers_put_off;   /* has gone on and looks for events; how often it was */
+volatile int fails_lock;        /* the calling thread's attempt of that number, without the interpreter lock, is in vain */
 volatile int looks;             /* for events, by workers */
 volatile int is_flooded;        /* whatever the calling thread receives is the flood, without end */
 char flood[64];                 /* what comes again and again, flood_nbytes of it */
@@ -79,6 +80,8 @@ int pthread_mutex_trylock(pthread_mutex_t *mutex)
     static int (*real)(pthread_mutex_t *);
     if (!real)
         real = next("pthread_mutex_trylock");
+    if (fails_lock && is_caller() && !has_interpreter() && --fails_lock == 0)
+        return EBUSY;
     int failed = took_lock(real(mutex));
     if (!failed || !puts_caller_off || !is_caller())
         return failed;

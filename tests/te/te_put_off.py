@@ -51,8 +51,10 @@ STALL_S: Final = 1.0
 LONGER_S: Final = 2 * STALL_S
 #: More than there is between two looks at deadlines.
 CHECK_S: Final = 0.3
-#: Of a transfer that callers leave to workers.
+#: Of a transfer that callers leave to workers; and of a read for which a peer is asked in two
+#: frames, which one may answer.
 LARGE: Final = 1 << 20
+WORKERS: Final = 1 << 19
 #: More than a worker takes from a link's beginning to the end of its first transfers.
 LOCKS: Final = 40
 WC_RETRY_EXC_ERR: Final = 12  # ibv_poll_cq(3): nobody answers at the other end
@@ -113,28 +115,29 @@ def wait_a_moment(transfer: te.Transfer, timeout_s: float) -> None:
 def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
     """The whole reply to a read is there when its worker takes the payload, and the trailer with
     it: nothing more comes. Meanwhile a caller looks in vain for the worker's turn."""
-    src, dst = np.zeros(NBYTES, np.uint8), np.zeros(NBYTES, np.uint8)
+    src, dst = np.zeros(NBYTES, np.uint8), np.zeros(WORKERS, np.uint8)
     with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
         engine.register(src)
         engine.register(dst)
         peer, sock = listener.connect(engine)
 
         def answer_reads() -> None:
+            asked = 0
             while data := read_exactly(sock, HEADER.size):
                 kind, _, _, count, transfer, _, nbytes, _ = HEADER.unpack(data)
                 if kind == Kind.SEGMENT:
                     read_exactly(sock, LANDING.itemsize * count + nbytes + len(trailer()))
                 elif kind == Kind.READ:
                     read_exactly(sock, BLOCK.itemsize * count)
-                    landings = [(dst.ctypes.data, NBYTES)]
-                    head = segment(1, transfer, landings, NBYTES, flags=REPLY)
-                    sock.sendall(head + bytes([9]) * NBYTES + trailer())
+                    asked += nbytes
+                    if asked == WORKERS:
+                        sock.sendall(reply_to(transfer, dst, 9, 1))
 
         threading.Thread(target=answer_reads, daemon=True).start()
         write = write_for_ever(peer, src)
         wait_in_vain(write, 0.01)
         number("holds_readers").value = 1
-        read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
+        read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, WORKERS))
         wait_until(lambda: number("workers_reading").value, "the worker reads")
         number("puts_caller_off").value = 1
         while not number("callers_put_off").value:
@@ -142,6 +145,84 @@ def a_worker_reads_while_a_caller_goes_to_sleep() -> None:
         assert number("callers_put_off").value == 1
         assert read.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
+
+
+def a_caller_reads_while_its_worker_stands_still() -> None:
+    """It asks, lands what comes, however that is cut, and answers."""
+    dst, before = np.zeros(NBYTES, np.uint8), tasks()
+    with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
+        engine.register(dst)
+        peer, sock = listener.connect(engine)
+        await_sleep(before)
+        number("holds_next_worker").value = 1
+        for turn, cut in enumerate((-1, 1, HEADER.size, HEADER.size + 20, 1000), 1):
+            read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
+            assert read_exactly(sock, HEADER.size + BLOCK.itemsize) is not None
+            reply = reply_to(turn, dst, turn)
+            sock.sendall(reply[:cut])
+            wait_in_vain(read, 0.01)
+            sock.sendall(reply[cut:])
+            wait_for_caller(read)
+            assert read.wait(0.0) is te.Status.DONE
+            assert (dst == turn).all()
+            assert take_ack(sock) == (turn, AckStatus.LANDED)
+        number("goes_on").value = 1
+
+
+def a_caller_finds_a_lock_taken() -> None:
+    """Each in turn that it tries to take while it reads: its worker goes on with what it has begun.
+    What is sent elsewhere than the read asked for is refused."""
+    dst = np.zeros((2, NBYTES), np.uint8)
+    with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
+        engine.register(dst)
+        peer, sock = listener.connect(engine)
+        for turn, place in itertools.product(range(1, LOCKS), range(2)):
+            transfer = 2 * turn - 1 + place
+            number("goes_on").value, number("holds_next_worker").value = 0, 1
+            number("fails_lock").value = turn
+            read = peer.read(te.Blocks.of(FAR, dst[0].ctypes.data, NBYTES))
+            assert read_exactly(sock, HEADER.size + BLOCK.itemsize) is not None
+            sock.sendall(reply_to(transfer, dst[place], turn))
+            wait_for_caller(read, loses_locks=True)
+            assert turn > 1 or not number("fails_lock").value
+            number("goes_on").value = 1
+            status = AckStatus.REFUSED if place else AckStatus.LANDED
+            assert take_ack(sock) == (transfer, status)
+            assert read.poll() is (te.Status.FAILED if place else te.Status.DONE)
+            assert (dst[0] == turn).all()
+            assert not dst[1].any()
+        assert peer.alive
+
+
+def reply_to(transfer: int, to: Any, byte: int, number: int = 0) -> bytes:
+    """The whole reply to a read of a peer by hand, of the read's number or another one."""
+    landings = [(to.ctypes.data, to.nbytes)]
+    head = segment(number or transfer, transfer, landings, to.nbytes, flags=REPLY)
+    return head + bytes([byte]) * to.nbytes + trailer()
+
+
+def wait_for_caller(read: te.Transfer, *, loses_locks: bool = False) -> None:
+    """A calling thread looks for a few milliseconds at a time; once it has lost a lock the worker
+    goes on."""
+
+    def is_over() -> bool:
+        with contextlib.suppress(te.TransferFailed):
+            wait_a_moment(read, 0.01)
+        if loses_locks and not number("fails_lock").value:
+            number("goes_on").value = 1
+        return read.poll() is not te.Status.PENDING
+
+    wait_until(is_over, "the read is over")
+
+
+def take_ack(sock: Any) -> tuple[int, int]:
+    """The transfer and what is said of it."""
+    data = read_exactly(sock, HEADER.size)
+    assert data is not None
+    kind, status, _, count, transfer, _, _, _ = HEADER.unpack(data)
+    assert kind == Kind.ACK
+    assert read_exactly(sock, count) is not None
+    return transfer, status
 
 
 def a_peer_answers_without_end() -> None:
@@ -184,17 +265,22 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
     config = replace(
         CONFIG, workers=2, rails=2, stall_timeout_s=STALL_S, socket_buffer_bytes=1 << 12
     )
-    src, dst = np.zeros(1 << 18, np.uint8), np.zeros((2, NBYTES), np.uint8)
+    src, dst = np.zeros(1 << 18, np.uint8), np.zeros((2, WORKERS), np.uint8)
     before = tasks()
     stop_clock(time.monotonic())
-    with te.Engine(config) as engine, contextlib.closing(TwoRails(engine)) as link:
+    with (
+        te.Engine(config) as engine,
+        contextlib.closing(TwoRails(engine)) as link,
+        ThreadPoolExecutor(1) as pool,
+    ):
         engine.register(src)
         engine.register(dst)
         owners, others = link.rails
         reads, numbers = [], []
-        for one, rail in zip(dst, link.rails, strict=True):  # They take turns.
-            reads.append(link.peer.read(te.Blocks.of(FAR, one.ctypes.data, NBYTES)))
-            numbers.append(link.take(Kind.READ, rail)[0])
+        for one in dst:
+            reads.append(link.peer.read(te.Blocks.of(FAR, one.ctypes.data, WORKERS)))
+            link.take(Kind.READ)
+            numbers.append(link.take(Kind.READ)[0])
         # A worker that has just sent looks for more to send: then the second one would take it.
         await_sleep(before, wakes_by_itself=True)
         large = write_for_ever(link.peer, src)
@@ -204,17 +290,19 @@ def what_a_caller_leaves_to_a_worker_that_stands_still() -> None:
         small_number, _ = link.take(Kind.SEGMENT, others)
         owners.sendall(ack(link.take(Kind.SEGMENT, owners)[0], AckStatus.LANDED))
         assert large.wait(TIMEOUT_S) is te.Status.DONE
-        link.reply(0, numbers[1], dst[1].ctypes.data, bytes([9]) * NBYTES)
+        link.reply(0, numbers[1], dst[1].ctypes.data, bytes([9]) * WORKERS)
         assert reads[1].wait(TIMEOUT_S) is te.Status.DONE
         number("holds_next_worker").value = 1
-        link.reply(1, numbers[0], dst[0].ctypes.data, bytes([9]) * NBYTES)
+        reply = bytes([9]) * WORKERS
+        sent = pool.submit(link.reply, 1, numbers[0], dst[0].ctypes.data, reply)
         wait_until(lambda: number("workers_held").value, "the second connection's worker stands")
         start_clock()
         until_s = time.monotonic() + LONGER_S
         while time.monotonic() < until_s:
             wait_in_vain(small, 0.01)
-        others.sendall(ack(small_number, AckStatus.LANDED))  # Behind the reply.
         number("goes_on").value = 1
+        sent.result(TIMEOUT_S)
+        others.sendall(ack(small_number, AckStatus.LANDED))  # Behind the reply.
         assert reads[0].wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == 9).all()
         assert small.wait(TIMEOUT_S) is te.Status.DONE
@@ -344,7 +432,9 @@ class Pair:
     def __init__(self, source: te.Engine, target: te.Engine) -> None:
         self.source, self.target = source, target
         self._src, self._dst = np.full(LARGE, 7, np.uint8), np.zeros(LARGE, np.uint8)
+        self._back = np.zeros(LARGE, np.uint8)
         source.register(self._src)
+        source.register(self._back)
         target.register(self._dst, remote="read-write")
         self.peer = source.connect(target.card())
         self.told: queue.SimpleQueue[te.Transfer] = queue.SimpleQueue()
@@ -352,7 +442,14 @@ class Pair:
 
     def write(self, nbytes: int, tag: int = 0) -> te.Transfer:
         blocks = te.Blocks.of(self._src.ctypes.data, self._dst.ctypes.data, nbytes)
-        transfer = self.peer.write(blocks, tag)
+        return self._told(self.peer.write(blocks, tag))
+
+    def read(self, nbytes: int) -> te.Transfer:
+        return self._told(
+            self.peer.read(te.Blocks.of(self._dst.ctypes.data, self._back.ctypes.data, nbytes))
+        )
+
+    def _told(self, transfer: te.Transfer) -> te.Transfer:
         transfer.add_done_callback(self.told.put)
         self._transfers += 1
         return transfer
@@ -364,6 +461,7 @@ class Pair:
             self.peer.send_note(b"a note")
             for nbytes in (NBYTES, LARGE):
                 wait_a_moment(self.write(nbytes, 1), 0.01)
+                wait_a_moment(self.read(nbytes), 0.01)
 
     def await_all(self) -> None:
         """Each transfer has its outcome, which was told once."""
@@ -398,6 +496,10 @@ def call_while_a_lock_is_held(pair: Pair, locks: int) -> None:
                 transfer.poll()
                 wait_a_moment(transfer, 0.001)
                 transfer.cancel()
+            # To cancel a read is to wait until nothing of it lands any more.
+            for read in [pair.read(nbytes) for _ in range(2)]:
+                read.poll()
+                wait_a_moment(read, 0.001)
         assert number("lock_is_held").value
         number("goes_on").value = 1
         for one in waits:

@@ -99,6 +99,8 @@ def _build(folder: Path) -> None:
     "what",
     [
         "a_worker_reads_while_a_caller_goes_to_sleep",
+        "a_caller_reads_while_its_worker_stands_still",
+        "a_caller_finds_a_lock_taken",
         "a_peer_answers_without_end",
         "the_worker_of_another_connection_stands_still",
         "what_a_caller_leaves_to_a_worker_that_stands_still",

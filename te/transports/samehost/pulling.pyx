@@ -66,7 +66,9 @@ cdef void pull(Connection *c, Arriving *a) noexcept nogil:
 
 
 cdef void begin_copy(Connection *c, Arriving *a) noexcept nogil:
-    cdef bint good = landing_begin(c, a)
+    cdef bint good
+    landing_expect(c, a)
+    landing_begin(c, &good)
     pulling_of(c).payload.stand = AT_COPY
     if not good:
         end_copy(c)
