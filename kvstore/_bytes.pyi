@@ -137,20 +137,39 @@ def additions(
 
 def lay(
     blocks: npt.NDArray[np.void],
-    first: int,
     slots: U64,
     offset: int,
     addresses: U64,
     sizes: U64,
     to_slots: bool,
 ) -> int:
-    """Writes the copies between slots and pieces to ``blocks``, dtype ``te.BLOCK``, from number
-    ``first`` on, each run that is adjacent on both sides as one. Returns the number behind the last
-    one. Nothing is checked but the room; sums wrap.
+    """Writes the copies between slots and pieces to ``blocks``, dtype ``te.BLOCK``, each run that
+    is adjacent on both sides as one. Returns how many there are. Nothing is checked but the room;
+    sums wrap.
 
     Args:
         slots: where they begin, shape (n,); the first piece lies ``offset`` bytes behind that.
         addresses, sizes: see ``take``.
+    """
+
+def lay_reads(
+    blocks: npt.NDArray[np.void],
+    numbers: U64,
+    slots: int,
+    unit: int,
+    headers: int,
+    addresses: U64,
+    sizes: U64,
+    room: int,
+) -> int:
+    """As ``lay``, out of slots into pieces, and behind them the copies of the slots' headers.
+
+    Args:
+        numbers: of the slots, shape (n,).
+        slots, unit: where the first slot begins, and by how many bytes the others follow.
+        headers: where the first header begins; the others follow.
+        addresses, sizes: see ``take``.
+        room: where the headers come to, one behind the other.
     """
 
 def covers(starts: U64, ends: U64, addresses: U64, sizes: U64) -> bool:

@@ -436,32 +436,60 @@ def additions(
     return made
 
 
-def lay(object blocks, Py_ssize_t first, object slots, u64 offset, object addresses, object sizes,
-        bint to_slots):
-    cdef Py_ssize_t i, k, n = len(slots), count = len(sizes), made = first
+cdef Py_ssize_t lay_one(
+    Block *block, Py_ssize_t made, u64 slot, const u64 *addresses, View sizes, Py_ssize_t count,
+    bint to_slot,
+) noexcept:
+    """The copies of one object, behind those that are made; those that touch are one. How many there are now."""
+    cdef Py_ssize_t k
+    cdef Block b
+    for k in range(count):
+        b.nbytes = sizes.words()[k]
+        b.src, b.dst = addresses[k], slot
+        if not to_slot:
+            b.src, b.dst = b.dst, b.src
+        slot += b.nbytes
+        if made and (
+            block[made - 1].src + block[made - 1].nbytes == b.src
+            and block[made - 1].dst + block[made - 1].nbytes == b.dst
+        ):
+            block[made - 1].nbytes += b.nbytes
+            continue
+        block[made] = b
+        made += 1
+    return made
+
+
+def lay(object blocks, object slots, u64 offset, object addresses, object sizes, bint to_slots):
+    cdef Py_ssize_t i, n = len(slots), count = len(sizes), made = 0
     cdef View of = View(sizes, 8 * count), where = View(slots, 8 * n)
     cdef View at = View(addresses, 8 * n * count), to = View(blocks, sizeof(Block) * len(blocks), True)
-    cdef Block *block = <Block *>to.of.buf
-    cdef Block b
-    cdef u64 far
-    if first < 0 or first + n * count > len(blocks):
-        raise ValueError(f"{n * count} blocks do not fit {len(blocks)}, of which {first} are made")
+    if n * count > len(blocks):
+        raise ValueError(f"{n * count} blocks do not fit {len(blocks)}")
     for i in range(n):
-        far = where.words()[i] + offset
-        for k in range(count):
-            b.nbytes = of.words()[k]
-            b.src, b.dst = at.words()[i * count + k], far
-            if not to_slots:
-                b.src, b.dst = b.dst, b.src
-            far += b.nbytes
-            if made > first and (
-                block[made - 1].src + block[made - 1].nbytes == b.src
-                and block[made - 1].dst + block[made - 1].nbytes == b.dst
-            ):
-                block[made - 1].nbytes += b.nbytes
-                continue
-            block[made] = b
-            made += 1
+        made = lay_one(
+            <Block *>to.of.buf, made, where.words()[i] + offset, at.words() + i * count, of, count,
+            to_slots)
+    return made
+
+
+def lay_reads(
+    object blocks, object numbers, u64 slots, u64 unit, u64 headers, object addresses, object sizes,
+    u64 room,
+):
+    cdef Py_ssize_t i, n = len(numbers), count = len(sizes), made = 0
+    cdef View of = View(sizes, 8 * count), number = View(numbers, 8 * n)
+    cdef View at = View(addresses, 8 * n * count), to = View(blocks, sizeof(Block) * len(blocks), True)
+    cdef Block *block = <Block *>to.of.buf
+    if n * (count + 1) > len(blocks):
+        raise ValueError(f"{n * (count + 1)} blocks do not fit {len(blocks)}")
+    for i in range(n):
+        made = lay_one(
+            block, made, slots + number.words()[i] * unit, at.words() + i * count, of, count, False)
+    for i in range(n):
+        block[made].src, block[made].dst = headers + number.words()[i] * HEADER, room + i * HEADER
+        block[made].nbytes = HEADER
+        made += 1
     return made
 
 

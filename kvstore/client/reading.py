@@ -178,7 +178,7 @@ class Group:
     def tell(self, codes: Codes, outcomes: list[Got], wrong: Got = Got.CORRUPTED) -> None:
         """Gives this group's rows their outcomes. ``wrong``: that of ``_bytes.CORRUPTED``."""
         got = [Got.RIGHT] * len(codes)
-        if codes.any():
+        if np.count_nonzero(codes):  # A tenth of the time of ``any``.
             got = [wrong if one == _bytes.CORRUPTED else _GOT[one] for one in codes.tolist()]
         if len(got) == len(outcomes):
             outcomes[:] = got
@@ -213,9 +213,8 @@ class Group:
             self.begin(pieces, 0)
             return
         self.room = room
-        headers = self.source.headers(self.slots)
-        slots = self.source.slots(self.slots)
-        self._read(pieces.blocks_and(slots, room.pieces(len(headers)), headers))
+        slots, headers = self.source.slots_address, self.source.headers_address
+        self._read(pieces.blocks_and_headers(self.slots, slots, UNIT_BYTES, headers, room.address))
 
     def _read(self, blocks: te.Blocks) -> None:
         begun_s = time.monotonic()

@@ -35,7 +35,8 @@ class Pieces:
                 f"addresses of shape {self.addresses.shape} and nbytes of shape"
                 f" {self.nbytes.shape}: give (objects, pieces) and (pieces,)"
             )
-        if not self.nbytes.all() or not self.nbytes.size:
+        # numpy's ``all`` and ``sum`` take 10 µs, as long as all else here.
+        if not self.nbytes.size or np.count_nonzero(self.nbytes) < self.nbytes.size:
             raise ValueError("an object needs at least one piece, and each at least one byte")
 
     @classmethod
@@ -49,7 +50,7 @@ class Pieces:
     @cached_property
     def object_bytes(self) -> int:
         """The size of one object."""
-        return int(self.nbytes.sum())
+        return sum(self.nbytes.tolist())
 
     @property
     def offsets(self) -> U64:
@@ -84,20 +85,29 @@ class Pieces:
         lies ``offset`` bytes behind that.
         """
         array = np.empty(self.addresses.size, te.BLOCK)
-        count = _bytes.lay(array, 0, slots, offset, self.addresses, self.nbytes, to_slots)
+        count = _bytes.lay(array, slots, offset, self.addresses, self.nbytes, to_slots)
         return te.Blocks(array[:count])
 
     def blocks_and_one(self, slots: U64, source: int, to: int, nbytes: int) -> te.Blocks:
         """The copies of these pieces into slots, and behind them one of other bytes."""
         array = np.empty(self.addresses.size + 1, te.BLOCK)
-        count = _bytes.lay(array, 0, slots, 0, self.addresses, self.nbytes, True)
+        count = _bytes.lay(array, slots, 0, self.addresses, self.nbytes, True)
         array[count] = source, to, nbytes
         return te.Blocks(array[: count + 1])
 
-    def blocks_and(self, slots: U64, others: Pieces, starts: U64) -> te.Blocks:
-        """The copies out of slots into these pieces, and behind them of what begins at ``starts``
-        into other pieces."""
-        array = np.empty(self.addresses.size + others.addresses.size, te.BLOCK)
-        count = _bytes.lay(array, 0, slots, 0, self.addresses, self.nbytes, False)
-        count = _bytes.lay(array, count, starts, 0, others.addresses, others.nbytes, False)
+    def blocks_and_headers(
+        self, numbers: U64, slots: int, unit_bytes: int, headers: int, room: int
+    ) -> te.Blocks:
+        """The copies out of slots into these pieces, and behind them of the slots' headers.
+
+        Args:
+            numbers: of the slots, shape (objects,).
+            slots: where the first slot begins; the others follow by ``unit_bytes``.
+            headers: where the first slot's header begins.
+            room: where the headers come to, one behind the other.
+        """
+        array = np.empty(self.addresses.size + len(numbers), te.BLOCK)
+        count = _bytes.lay_reads(
+            array, numbers, slots, unit_bytes, headers, self.addresses, self.nbytes, room
+        )
         return te.Blocks(array[:count])
