@@ -46,7 +46,15 @@ class RedisIndex:
         """``kept_s``: an entry that was not renewed for so long is removed. ``ImportError`` if the
         package ``redis`` is missing."""
         redis: Any = importlib.import_module("redis")
-        self.errors: Final[tuple[type[Exception], ...]] = (redis.RedisError, OSError)
+        self.errors: Final[tuple[type[Exception], ...]] = (
+            redis.RedisError,
+            OSError,
+            ValueError,  # Of an answer of another shape, or with what is no number.
+            RecursionError,  # Of what is nested too deeply.
+            AttributeError,  # These are the package's, of a greeting of another shape.
+            TypeError,
+            LookupError,
+        )
         self._kept_s = kept_s
         self._redis = redis.Redis.from_url(
             url.replace("valkey", "redis", 1),
@@ -74,5 +82,12 @@ class RedisIndex:
         self._redis.close()
 
     def _ask(self, entry: bytes, known: bytes, leaves: int) -> tuple[bytes, Sequence[bytes] | None]:
-        answer = self._script(keys=KEYS, args=[self._kept_s, entry, known, leaves])
-        return answer[0], answer[1] if len(answer) == 2 else None
+        answer: object = self._script(keys=KEYS, args=[self._kept_s, entry, known, leaves])
+        match answer:
+            case [bytes(version)]:
+                return version, None
+            case [bytes(version), [*entries]]:
+                found = [one for one in entries if isinstance(one, bytes)]
+                if len(found) == len(entries):
+                    return version, found
+        raise ValueError(f"it answers {answer!r:.100}, which is no list of owners")

@@ -5,10 +5,12 @@ is away."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.server
 import importlib
 import logging
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 
@@ -301,6 +303,51 @@ def test_answers_that_are_not_etcds_cost_nothing_but_new_processes(
         ours.close()
         server.shutdown()
         thread.join()
+
+
+ODD_REPLIES = {
+    "no list": b":5\r\n",
+    "an empty list": b"*0\r\n",
+    "a version that is a number": b"*1\r\n:5\r\n",
+    "entries that are a number": b"*2\r\n$1\r\n1\r\n:5\r\n",
+    "an entry that is a number": b"*2\r\n$1\r\n1\r\n*1\r\n:5\r\n",
+    "no greeting": b":5\r\n",
+    "no number": b":five\r\n",
+    "no reply of Redis": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "nested too deeply": b"*1\r\n" * 100_000 + b":5\r\n",
+}
+
+
+@pytest.mark.parametrize("odd", ODD_REPLIES)
+def test_replies_that_are_not_redis_cost_nothing_but_new_processes(
+    odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stranger(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):
+                while count := self.rfile.readline()[1:]:
+                    words = [self.word() for _ in range(int(count))]
+                    self.wfile.write(replies.get(words[0], b"+OK\r\n"))
+
+        def word(self) -> bytes:
+            return self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
+
+    replies = dict.fromkeys([b"EVALSHA", b"EVAL"], ODD_REPLIES[odd])
+    if odd != "no greeting":
+        replies[b"HELLO"] = b"%1\r\n+proto\r\n:3\r\n"
+    with socketserver.ThreadingTCPServer((HOST, 0), Stranger) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            ours = Members(f"redis://{HOST}:{server.server_address[1]}", HOST, KEYS)
+            ours.announce(NAME, PLACE)
+            assert not ours.endpoints()
+            assert caplog.text.count("cannot be asked") == 1
+            ours.close()
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_the_address_that_leads_to_the_index() -> None:
