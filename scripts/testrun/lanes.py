@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import IO
 
 __all__ = ["Lane", "Result", "Step", "run_lanes"]
@@ -101,9 +101,12 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path, shared: Sequence[Step] = ())
         for one in running:
             one.thread.start()
         while unprinted:
-            one = ended.get()
-            unprinted.remove(one)
-            one.print_log()
+            # A signal that came just before this thread began to wait, or to another one, does not
+            # end a wait: its handler is called behind it.
+            with suppress(Empty):
+                one = ended.get(timeout=POLL_S)
+                unprinted.remove(one)
+                one.print_log()
     finally:
         for one in running:
             one.stop()

@@ -174,9 +174,13 @@ def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[P
         text=True,
     )
     files = [directory / name for name in "ab"]
-    wait_until(lambda: all(file.exists() and file.read_text().strip() for file in files))
-    process.send_signal(number)
-    said, error = process.communicate(timeout=100)
+    try:
+        wait_until(lambda: all(file.exists() and file.read_text().strip() for file in files))
+        process.send_signal(number)
+        said, error = process.communicate(timeout=100)
+    finally:
+        process.kill()  # Else it is a later test's that goes on.
+        process.communicate()
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
     assert said.count("after: left out") == 4, "when it ends, and below the lane's output"
@@ -191,6 +195,36 @@ def test_a_signal_to_the_run_interrupts_every_lane(tmp_path: Path, number: signa
     for file in stopped(tmp_path, 30, f"echo $0 has begun; {polite}", number):
         assert file.with_name(f"{file.name}.ended").exists()
         wait_until(lambda file=file: not is_alive(int(file.read_text())))
+
+
+OTHERS = """
+import signal
+import threading
+from pathlib import Path
+import sys
+import testrun.lanes
+from testrun.lanes import Lane, Step, run_lanes
+say = testrun.lanes._say
+def interrupted(line):
+    say(line)
+    if line.endswith("..."):
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+testrun.lanes._say = interrupted
+run_lanes([Lane("a", [Step("long", ["/bin/sleep", "1000"])])], Path(sys.argv[1]))
+"""
+
+
+def test_a_signal_that_does_not_end_a_wait_is_heard(tmp_path: Path) -> None:
+    """As another thread gets it. One that comes just before the wait begins ends none, either."""
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERS, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "KeyboardInterrupt" in done.stderr
 
 
 def test_what_does_not_end_is_killed_with_all_of_its_group(tmp_path: Path) -> None:

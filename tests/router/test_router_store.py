@@ -104,7 +104,7 @@ def test_an_owner_that_stands_still_is_silent(directory: Path) -> None:
         soon(lambda: source.look() or source.owners == 1)  # type: ignore[func-returns-value]
         stored(lender, PROMPT)
         assert source.first_of(token_digests(PROMPT, PAGE)) == 10
-        own._owners.request_timeout_s = 0.1  # type: ignore[misc]
+        own._owners._link._timeout_s = 0.1  # type: ignore[attr-defined]
         os.kill(pid_of(lender), signal.SIGSTOP)
         try:
             soon(lambda: source.look() or not source.owners)  # type: ignore[func-returns-value]
