@@ -121,6 +121,10 @@ class Gets:
             )
         return outcomes
 
+    def bytes_per_s(self, owner: int) -> float:
+        """Of reads from an owner's memory; 0.0 while that is not known."""
+        return self._load_times.bytes_per_s(owner)
+
     # -- part by part (``kvstore.loading``)
 
     def locate(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvstore.client.gets import Gets
 from kvstore.client.pool import OWN, Pool
 from kvstore.client.reading import StillLanding
-from kvstore.objects.changes import LOWER_TIER, Found, Keys, fingerprint_of
+from kvstore.objects.changes import LOWER_TIER, Found, Keys, Records, fingerprint_of
 from kvstore.objects.outcomes import Got
 from kvstore.owner.owner import Owner
 from kvstore.rules.object_table import Verdict
@@ -33,8 +33,11 @@ PART: Final = 8
 
 _GONE: Final = Promoted(PromotionState.GONE)
 _LATER: Final = Promoted(PromotionState.LATER)
-_COMING: Final = {Got.RIGHT, Got.NOT_PROMOTED}
+_COMING: Final = {Got.RIGHT, Got.NOT_PROMOTED, Got.TIMED_OUT}
 """Outcomes of a read after which it is looked again. Others have been tried twice."""
+IN_TIME: Final = 2
+"""What is read at once is expected to take 1/2 of the time that is left: over a slow network not
+all of what is asked for comes before the question is answered, and what has come is kept."""
 
 
 class Bringing:
@@ -113,8 +116,18 @@ class Bringing:
             if is_late and not count:
                 self._wait(deadline_s)
         if len(others):
-            count += self._read(keys, others, signature, nbytes, results, deadline_s)
+            owners = places["owner"][is_known & ~is_own]
+            some = others[: self._in_time(owners, nbytes, deadline_s)]
+            count += self._read(keys, some, signature, nbytes, results, deadline_s)
         return count
+
+    def _in_time(self, owners: Records, nbytes: int, deadline_s: float) -> int:
+        """How many objects of these owners are read at once: all, if no speed is known."""
+        speeds = map(self._gets.bytes_per_s, np.unique(owners).tolist())
+        slowest = min((one for one in speeds if one), default=0.0)
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        count = int(slowest * left_s / IN_TIME // nbytes)
+        return max(count, 1) if slowest else len(owners)
 
     def _wait(self, deadline_s: float) -> None:
         """Until objects have come, or have not, but ``POLL_S`` at most."""
