@@ -100,6 +100,11 @@ def deployment(
         yield Deployment(*servers, router, alone, finding, reference)
 
 
+def is_live(deployment: Deployment) -> bool:
+    """Whether the events of the server that tells them come; before the first there is no state."""
+    return (deployment.seen(deployment.telling)["events"] or {}).get("state") == "live"
+
+
 def until(holds: Any) -> None:
     deadline_s = time.monotonic() + BOUND_S
     while not holds():
@@ -130,7 +135,7 @@ def test_a_prompt_that_goes_on_is_found_where_it_is_expected(deployment: Deploym
         begins = [each for each in begins if len(each.input_ids) > 4 * PAGE_SIZE]
         one.assert_equal(begins, concurrency=1)
         if server is deployment.telling:
-            until(lambda one=one: (one.seen(deployment.telling)["events"] or {}).get("state") == "live")
+            until(lambda one=one: is_live(one))
         longer = [replace(each, input_ids=(*each.input_ids, *range(50, 90))) for each in begins]
         one.assert_equal(longer, concurrency=1)
         seen = one.seen(server)
@@ -166,7 +171,7 @@ def test_a_choice_knows_which_cache_has_the_prompt(deployment: Deployment) -> No
     begins = make_requests(8, 800, seed=13)
     begins = [one for one in begins if len(one.input_ids) > 4 * PAGE_SIZE]
     deployment.assert_equal(begins, concurrency=1)
-    until(lambda: (deployment.seen(deployment.telling)["events"] or {}).get("state") == "live")
+    until(lambda: is_live(deployment))
     before = deployment.status()["choices"]
     longer = [replace(one, input_ids=(*one.input_ids, *range(50, 90))) for one in begins]
     deployment.assert_equal(longer, concurrency=1)
