@@ -97,9 +97,10 @@ class Bringing:
         places = self._pool.look_up(keys[rows], fingerprint_of(signature, nbytes))
         is_known = places["found"] == Found.HERE
         is_own = is_known & (places["owner"] == OWN)
+        is_other = is_known & ~is_own
         for row in rows[~is_known].tolist():
             results[row] = _GONE
-        own, others = rows[is_own], rows[is_known & ~is_own]
+        own, others = rows[is_own], rows[is_other]
         count = 0
         if len(own):
             left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -116,8 +117,7 @@ class Bringing:
             if is_late and not count:
                 self._wait(deadline_s)
         if len(others):
-            owners = places["owner"][is_known & ~is_own]
-            some = others[: self._in_time(owners, nbytes, deadline_s)]
+            some = others[: self._in_time(places["owner"][is_other], nbytes, deadline_s)]
             count += self._read(keys, some, signature, nbytes, results, deadline_s)
         return count
 

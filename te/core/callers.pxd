@@ -10,7 +10,7 @@ from te.core.worker cimport Spin
 
 cdef enum:
     INLINE_BYTES = 64 << 10  # of a write that is sent at once, and whose answer a calling thread takes
-    REPLY_BYTES = 256 << 10  # of a read that a calling thread lands: what is one frame with any number of connections
+    ONE_FRAME_BYTES = 256 << 10  # is one frame, with any number of connections: of a read, a calling thread lands it
 
 # The owner is to begin the transfer, of which it gets a reference. Once.
 cdef void submit(Transfer *t) noexcept

@@ -7,7 +7,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport INLINE_BYTES, REPLY_BYTES, await_answer, call_off, submit
+from te.core.callers cimport INLINE_BYTES, ONE_FRAME_BYTES, await_answer, call_off, submit
 from te.core.engine cimport death_of, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
@@ -271,7 +271,7 @@ cdef class TransferHandle:
             until_locked = min(until, t.submitted_ns + KEEP_LOCK_NS)
             if now < until_locked:
                 await_answer(t, &t.link.spin, until_locked)
-        if load32(&t.status) == PENDING and t.total <= (REPLY_BYTES if t.is_read else INLINE_BYTES):
+        if load32(&t.status) == PENDING and t.total <= (ONE_FRAME_BYTES if t.is_read else INLINE_BYTES):
             spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:
                 await_answer(t, &spin, min(until, now_ns() + AWAIT_NS))

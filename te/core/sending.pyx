@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.callers cimport INLINE_BYTES, REPLY_BYTES, call_off
+from te.core.callers cimport INLINE_BYTES, ONE_FRAME_BYTES, call_off
 from te.core.connections cimport connections_free
 from te.core.frames cimport LOST, MOVED, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
@@ -206,7 +206,7 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
         advance(t, BEGINS)
         # Small transfers of several segments are spread too, but not below 256 KiB a segment.
         s.segment_bytes = min(
-            max(t.total / (4 * rails_of(link)), <u64>REPLY_BYTES),
+            max(t.total / (4 * rails_of(link)), <u64>ONE_FRAME_BYTES),
             min(link.plane.segment_bytes, most))
     if t.is_read:
         (<Streams *>link.own).reads_asked += 1
