@@ -114,10 +114,14 @@ class Client:
 
 class Traffic:
     """Requests between these ranks. One thread is all schedulers: it takes a step of one request
-    after the other, in an order that the seed says."""
+    after the other, in an order that the seed says.
+
+    What a request does follows from the seed and its number alone: how many steps it takes follows
+    from the machine, too, so that a generator that all share gave another run each time.
+    """
 
     def __init__(self, all_ranks: Ranks, seed: int, counts: Counts) -> None:
-        self._ranks, self._counts = all_ranks, counts
+        self._ranks, self._counts, self._seed = all_ranks, counts, seed
         self._random = np.random.default_rng(seed)
         self._free = {where: Free() for where in all_ranks.memory}
         self._next = 1
@@ -161,18 +165,19 @@ class Traffic:
     def _request(self, number: int) -> Iterator[None]:
         """Mostly again if its client leaves, by another number, as clients do."""
         while True:
-            client = Client(np.inf, "decode")
-            if self._random.random() < 0.4:
-                steps = float(self._random.integers(1, 30))
-                client = Client(steps, str(self._random.choice(["prefill", "decode"])))
-            yield from self._try(number, client)
-            if not client.has_left or self._random.random() < 0.3:
+            random = np.random.default_rng((self._seed, number))
+            client, again = Client(np.inf, "decode"), random.random() < 0.7
+            if random.random() < 0.4:
+                steps = float(random.integers(1, 30))
+                client = Client(steps, str(random.choice(["prefill", "decode"])))
+            yield from self._try(number, client, random)
+            if not client.has_left or not again:
                 return
             self._counts.retried += 1
             number, self._next = self._next, self._next + 1
 
-    def _try(self, number: int, client: Client) -> Iterator[None]:
-        random, all_ranks = self._random, self._ranks
+    def _try(self, number: int, client: Client, random: np.random.Generator) -> Iterator[None]:
+        all_ranks = self._ranks
         handed = all_ranks.open(number)
         yield from self._until(lambda: _all(handed.targets, RoomState.READY), handed, client)
         count = int(random.integers(1, PROMPT_PAGES_MAX + 1))
@@ -186,7 +191,7 @@ class Traffic:
                 side.name_pages(room, np.array(pages), aux, 0, states)
         yield from self._until(lambda: _all(handed.sources, RoomState.READY), handed, client)
         if not client.has_left:
-            yield from self._forward(handed, truth, client)
+            yield from self._forward(handed, truth, client, random)
         waiting = dict(handed.targets)
         while waiting:
             for coords, room in list(waiting.items()):
@@ -201,10 +206,11 @@ class Traffic:
         self._counts.aborted += client.has_left
         self._counts.arrived += not client.has_left
 
-    def _forward(self, handed: Handed, truth: Truth, client: Client) -> Iterator[None]:
+    def _forward(
+        self, handed: Handed, truth: Truth, client: Client, random: np.random.Generator
+    ) -> Iterator[None]:
         """Fills the prompt's pages chunk by chunk, and sends them: when they are filled, before
         (behind an event of the stream), or layer by layer."""
-        random = self._random
         count = len(next(iter(handed.places.values()))[0])
         cuts = sorted({count, *random.integers(1, count + 1, int(random.integers(0, 4))).tolist()})
         by_layers, first = random.random() < 0.4, 0
