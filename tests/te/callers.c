@@ -17,6 +17,8 @@
 /* Set by the test's program, and counted here. */
 volatile int holds_readers;     /* a worker that reads payload is off its processor, before it does, until that is 0 */
 volatile int workers_reading;   /* that have begun to */
+volatile int holds_caller;      /* the calling thread is off its processor, before it lands payload, until that is 0, */
+volatile int caller_is_held;    /* which is said here meanwhile */
 volatile int puts_caller_off;   /* the calling thread, once, when it has found the worker's turn taken: until the worker */
 volatile int callers_put_off;   /* has gone on and looks for events; how often it was */
 volatile int fails_lock;        /* the calling thread's attempt of that number, without the interpreter lock, is in vain */
@@ -120,6 +122,12 @@ ssize_t recvmsg(int fd, struct msghdr *message, int flags)
         workers_reading++;
         while (holds_readers)
             usleep(1000);
+    }
+    if (holds_caller && is_caller() && !has_interpreter()) {
+        caller_is_held = 1;
+        while (holds_caller)
+            usleep(1000);
+        caller_is_held = 0;
     }
     return real(fd, message, flags);
 }

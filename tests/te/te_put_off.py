@@ -194,6 +194,65 @@ def a_caller_finds_a_lock_taken() -> None:
         assert peer.alive
 
 
+def a_read_is_called_off_while_a_caller_lands_it() -> None:
+    call_while_a_caller_lands(lambda _, read, __: read.cancel(), te.Status.CANCELLED)
+
+
+def memory_goes_while_a_caller_lands_in_it() -> None:
+    def deregister(engine: te.Engine, _: te.Transfer, region: te.Region) -> None:
+        engine.deregister(region, TIMEOUT_S)
+
+    call_while_a_caller_lands(deregister, te.Status.FAILED)
+
+
+def call_while_a_caller_lands(
+    call: Callable[[te.Engine, te.Transfer, te.Region], None], outcome: te.Status
+) -> None:
+    """The call waits for the landing under way. What comes later is thrown away, by a caller that
+    waits for another read, and the peer is told."""
+    dst, other, half = np.zeros(NBYTES, np.uint8), np.zeros(NBYTES, np.uint8), NBYTES // 2
+    before = tasks()
+    with (
+        RawListener("tcp") as listener,
+        te.Engine(CONFIG) as engine,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        region = engine.register(dst)
+        engine.register(other)
+        peer, sock = listener.connect(engine)
+        await_sleep(before)
+        number("holds_next_worker").value = 1
+
+        def meanwhile() -> np.ndarray[Any, Any]:
+            wait_until(lambda: number("caller_is_held").value, "a caller lands")
+            called = pool.submit(call, engine, read, region)
+            time.sleep(0.05)
+            assert not called.done()
+            number("holds_caller").value = 0
+            called.result(TIMEOUT_S)
+            return dst.copy()
+
+        read = peer.read(te.Blocks.of(FAR, dst.ctypes.data, NBYTES))
+        assert read_exactly(sock, HEADER.size + BLOCK.itemsize) is not None
+        number("holds_caller").value = 1
+        reply = reply_to(1, dst, 1)
+        cut = len(reply) - len(trailer()) - half
+        sock.sendall(reply[:cut])
+        landed = pool.submit(meanwhile)
+        wait_for_caller(read)
+        assert read.poll() is outcome
+        sock.sendall(reply[cut:])
+        again = peer.read(te.Blocks.of(FAR, other.ctypes.data, NBYTES))
+        sock.sendall(reply_to(2, other, 2))
+        wait_for_caller(again)
+        number("goes_on").value = 1
+        assert again.poll() is te.Status.DONE
+        assert (other == 2).all()
+        assert (landed.result(TIMEOUT_S) == dst).all()
+        assert (dst[:half] == 1).all()
+        assert not dst[half:].any()
+
+
 def reply_to(transfer: int, to: Any, byte: int, number: int = 0) -> bytes:
     """The whole reply to a read of a peer by hand, of the read's number or another one."""
     landings = [(to.ctypes.data, to.nbytes)]
