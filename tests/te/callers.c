@@ -19,6 +19,8 @@ volatile int holds_readers;     /* a worker that reads payload is off its proces
 volatile int workers_reading;   /* that have begun to */
 volatile int holds_caller;      /* the calling thread is off its processor, before it lands payload, until that is 0, */
 volatile int caller_is_held;    /* which is said here meanwhile */
+volatile int caller_receives;   /* so many bytes at most each time, the calling thread, unless it is 0; */
+volatile int calls_cut_short;   /* how often that was less than it wanted */
 volatile int puts_caller_off;   /* the calling thread, once, when it has found the worker's turn taken: until the worker */
 volatile int callers_put_off;   /* has gone on and looks for events; how often it was */
 volatile int fails_lock;        /* the calling thread's attempt of that number, without the interpreter lock, is in vain */
@@ -113,6 +115,15 @@ int pthread_mutex_unlock(pthread_mutex_t *mutex)
     return failed;
 }
 
+/* How many of so many bytes are received at once. */
+static size_t cut_short(size_t nbytes)
+{
+    if (!caller_receives || nbytes <= (size_t)caller_receives || !is_caller() || has_interpreter())
+        return nbytes;
+    calls_cut_short++;
+    return caller_receives;
+}
+
 ssize_t recvmsg(int fd, struct msghdr *message, int flags)
 {
     static ssize_t (*real)(int, struct msghdr *, int);
@@ -139,7 +150,7 @@ ssize_t recv(int fd, void *into, size_t nbytes, int flags)
     if (!real)
         real = next("recv");
     if (!is_flooded || !is_caller())
-        return real(fd, into, nbytes, flags);
+        return real(fd, into, cut_short(nbytes), flags);
     for (size_t i = 0; i < nbytes; i++)
         ((char *)into)[i] = flood[at++ % flood_nbytes];
     return nbytes;

@@ -39,6 +39,7 @@ from te_two_rails import TwoRails
 
 import te
 from te.transports.rdma._core import RdmaLink
+from te.transports.tcp import kernel_tls
 from te_bench._null import Wires
 
 TIMEOUT_S: Final = 30.0
@@ -252,6 +253,40 @@ def call_while_a_caller_lands(
         assert (landed.result(TIMEOUT_S) == dst).all()
         assert (dst[:half] == 1).all()
         assert not dst[half:].any()
+
+
+def records_come_in_parts() -> None:
+    """A caller finds a part of an encrypted record, and leaves some that it has read already: of
+    the replies to another thread, which waits for none of them."""
+    config = replace(CONFIG, keys=(bytes(range(32)),), encrypt=True)
+    kernel_tls.problem = lambda: "te's own records are tested"
+    src = np.arange(WORKERS // 8, dtype=np.uint64).view(np.uint8)
+    with te.Engine(config) as source, te.Engine(config) as target, ThreadPoolExecutor(1) as pool:
+        target.register(src, remote="read")
+        peer = source.connect(target.card())
+
+        def read(into: np.ndarray[Any, Any], nbytes: int, at: int) -> te.Transfer:
+            into[:] = 0
+            return peer.read(te.Blocks.of(src.ctypes.data + at, into.ctypes.data, nbytes))
+
+        def read_and_look(turns: int) -> None:
+            for at in range(turns):
+                one = read(others, NBYTES, at)
+                wait_until(lambda one=one: one.poll() is not te.Status.PENDING, "it is read")
+                assert (others[:NBYTES] == src[at : at + NBYTES]).all()
+
+        own, others = np.zeros(WORKERS, np.uint8), np.zeros(NBYTES, np.uint8)
+        source.register(own)
+        source.register(others)
+        number("caller_receives").value = 999
+        looking = pool.submit(read_and_look, 100)
+        for at in range(50):
+            for nbytes in (1, NBYTES, 70_000, WORKERS // 2):
+                assert read(own, nbytes, at).wait(TIMEOUT_S) is te.Status.DONE
+                assert (own[:nbytes] == src[at : at + nbytes]).all()
+                assert not own[nbytes:].any()
+        looking.result(TIMEOUT_S)
+        assert number("calls_cut_short").value > 100
 
 
 def reply_to(transfer: int, to: Any, byte: int, number: int = 0) -> bytes:

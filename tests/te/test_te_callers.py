@@ -103,6 +103,7 @@ def _build(folder: Path) -> None:
         "a_caller_finds_a_lock_taken",
         "a_read_is_called_off_while_a_caller_lands_it",
         "memory_goes_while_a_caller_lands_in_it",
+        "records_come_in_parts",
         "a_peer_answers_without_end",
         "the_worker_of_another_connection_stands_still",
         "what_a_caller_leaves_to_a_worker_that_stands_still",
