@@ -45,7 +45,8 @@ class Index(Protocol):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What is raised when it cannot be asked."""
+        """What is raised when it cannot be asked. Anything else is a defect, and is told with where
+        it was raised."""
         ...
 
     def exchange(
@@ -148,13 +149,15 @@ class Members:
         try:
             with self._lock:
                 work()
-        except self._index.errors as exc:
+        except Exception as exc:
+            # Whatever it is: when this thread ends, the own entry is forgotten.
             if not self._is_away:
                 logger.warning(
                     "the index %s cannot be asked (%s): no new process of the store is found until"
                     " it answers; those that know each other go on",
                     self._shown,
                     exc,
+                    exc_info=not isinstance(exc, self._index.errors),
                 )
             self._is_away = True
             self._version = b""  # It may have lost all.

@@ -131,3 +131,18 @@ def test_answers_that_cannot_be_read_cost_nothing_but_new_processes(
             made.answer = RIGHT
             until(lambda: not ours._is_away, "it is asked on")
         ours.close()
+
+
+def test_a_defect_of_an_index_does_not_end_the_renewals(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(members, "PERIOD_S", 0.02)
+    with registry(RIGHT) as made:
+        ours = Members(made.url, HOST, KEYS)
+        with monkeypatch.context() as broken:
+            broken.setattr(RegistryIndex, "exchange", lambda *_: {}["a key"])
+            until(lambda: ours._is_away, "it is noticed")
+        assert caplog.text.count("cannot be asked") == 1
+        assert "KeyError: 'a key'" in caplog.text, "with where it was raised"
+        until(lambda: not ours._is_away, "it is asked on")
+        ours.close()
