@@ -19,14 +19,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from bootstrap_server.client.deadline import DeadlineConnection
+from bootstrap_server.client.deadline import ANSWER_BYTES_MAX, DeadlineConnection
 from bootstrap_server.client.proofs import ClientProof
 from bootstrap_server.ranks.errors import BootstrapError, NeverServed, Unreachable, Why
 
-__all__ = ["ANSWER_BYTES_MAX", "HttpClient", "split_address"]
+__all__ = ["HttpClient", "split_address"]
 
-#: An instance of 65,536 ranks, the most a registry takes, makes about 10 MB of JSON.
-ANSWER_BYTES_MAX: Final = 64 << 20
 REASON_CHARS: Final = 200
 ADDRESS_CHARS: Final = 300
 PORT_MAX: Final = 65_535

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bootstrap_server.client.deadline import DeadlineConnection
+from bootstrap_server.client.deadline import ANSWER_BYTES_MAX, DeadlineConnection
 
 __all__ = ["DEFAULT_PORT", "PREFIX", "SCHEMES", "EtcdIndex"]
 
@@ -23,7 +23,6 @@ DEFAULT_PORT: Final = 2379
 PREFIX: Final = b"kvstore/owners/"
 _BEHIND: Final = b"kvstore/owners0"
 """The first key behind all that begin with the prefix."""
-ANSWER_BYTES_MAX: Final = 64 << 20
 LIST_EVERY: Final = 10
 """The list is read again after so many questions, even if its revision is the known one: one that
 was lost and written again may have the same."""

@@ -118,6 +118,20 @@ def test_a_small_answer_that_unpacks_into_a_large_one_is_cut_off(
             client.request("GET", "/")
 
 
+def test_a_chunk_of_less_than_no_bytes_is_not_read_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``http.client`` reads one of -1 bytes until the connection ends."""
+    monkeypatch.setattr(deadline, "ANSWER_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(deadline, "AROUND_BYTES_MAX", 1 << 10)
+    with script([CHUNKED + b"-1\r\n" + bytes(1 << 18)], [answer(b"whole")]) as address:
+        client = HttpClient(address, WAIT_S)
+        with pytest.raises(Unreachable, match="longer than any that is expected"):
+            client.request("GET", "/")
+        assert client.request("GET", "/") == (200, b"whole")
+        client.close()
+
+
 def test_a_server_that_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.05)
