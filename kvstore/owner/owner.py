@@ -38,6 +38,7 @@ from kvstore.owner.tiering import Tiering
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.removals import Removals
+from kvstore.rules.stored_objects import TableParts
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found, Tier, Usage
 from kvstore.tiers.tombstones import Tombstones
@@ -115,7 +116,9 @@ class Owner:
             headers = np.frombuffer(self._buffer, HEADER, slab.units)
             demoting = int(config.memory * (config.free_high + DEMOTING_PART))
             ledger = Ledger(demoting if config.has_tier else 0)
-            self._table = TieredTable(slab, headers, POLICIES[config.policy], self._log, ledger)
+            self._table = TieredTable(
+                TableParts(slab, headers, POLICIES[config.policy], self._log, ledger)
+            )
             if self._file is not None:
                 kept, dropped = self._table.adopt(self._checksum)
                 logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)

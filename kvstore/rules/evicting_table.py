@@ -8,14 +8,9 @@ is a lower tier, an object that has no copy there is written there first (``kvst
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from kvstore.memory.policies import Policy
-from kvstore.memory.slab import Slab
-from kvstore.objects.changes import Records
-from kvstore.rules.change_log import ChangeLog
-from kvstore.rules.ledger import Ledger
-from kvstore.rules.stored_objects import StoredObjects
+from kvstore.rules.stored_objects import StoredObjects, TableParts
 
 __all__ = ["EvictingTable"]
 
@@ -23,16 +18,8 @@ __all__ = ["EvictingTable"]
 class EvictingTable(StoredObjects):
     """Room is made in it. Not thread-safe."""
 
-    def __init__(
-        self,
-        slab: Slab,
-        headers: Records,
-        new_policy: Callable[[], Policy],
-        log: ChangeLog,
-        ledger: Ledger,
-    ) -> None:
-        """See ``StoredObjects``."""
-        super().__init__(slab, headers, new_policy, log, ledger)
+    def __init__(self, parts: TableParts) -> None:
+        super().__init__(parts)
         #: By class: objects that found no slot since the last ``make_room``.
         self._starved: Counter[int] = Counter()
         #: By class: objects that had to go for others since chunks were compared the last time.

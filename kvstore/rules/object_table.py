@@ -7,7 +7,7 @@ A slot is *free*, *claimed* by somebody who writes it, or *live*: its object may
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import compress
@@ -16,12 +16,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.memory.policies import Policy
-from kvstore.memory.slab import Slab, class_of
-from kvstore.objects.changes import KEY_BYTES, Keys, Records
-from kvstore.rules.change_log import ChangeLog
+from kvstore.memory.slab import class_of
+from kvstore.objects.changes import KEY_BYTES, Keys
 from kvstore.rules.evicting_table import EvictingTable
-from kvstore.rules.ledger import Ledger
+from kvstore.rules.stored_objects import TableParts
 
 __all__ = ["Claim", "ObjectTable", "Verdict"]
 
@@ -72,16 +70,8 @@ class Claim:
 class ObjectTable(EvictingTable):
     """Slots are claimed, and objects stored in them. Not thread-safe."""
 
-    def __init__(
-        self,
-        slab: Slab,
-        headers: Records,
-        new_policy: Callable[[], Policy],
-        log: ChangeLog,
-        ledger: Ledger,
-    ) -> None:
-        """See ``StoredObjects``."""
-        super().__init__(slab, headers, new_policy, log, ledger)
+    def __init__(self, parts: TableParts) -> None:
+        super().__init__(parts)
         self._claims: dict[int, Claim] = {}
         self._claimed: set[bytes] = set()
         #: Of claims that bring objects from elsewhere.

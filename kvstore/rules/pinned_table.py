@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.memory.policies import Policy
-from kvstore.memory.slab import UNIT_BYTES, Slab
-from kvstore.objects.changes import Keys, Records
+from kvstore.memory.slab import UNIT_BYTES
+from kvstore.objects.changes import Keys
 from kvstore.objects.outcomes import Pinned
-from kvstore.rules.change_log import ChangeLog
-from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import ObjectTable
 from kvstore.rules.pins import Pins
+from kvstore.rules.stored_objects import TableParts
 
 __all__ = ["PINNED_PART", "PinnedTable"]
 
@@ -24,17 +22,9 @@ PINNED_PART: Final = 0.5
 class PinnedTable(ObjectTable):
     """Not thread-safe."""
 
-    def __init__(
-        self,
-        slab: Slab,
-        headers: Records,
-        new_policy: Callable[[], Policy],
-        log: ChangeLog,
-        ledger: Ledger,
-    ) -> None:
-        """See ``StoredObjects``."""
-        super().__init__(slab, headers, new_policy, log, ledger)
-        self.pins: Final = Pins(int(slab.units * PINNED_PART))
+    def __init__(self, parts: TableParts) -> None:
+        super().__init__(parts)
+        self.pins: Final = Pins(int(parts.slab.units * PINNED_PART))
 
     def pin(self, keys: Keys, signature: bytes, until_s: float) -> tuple[list[Pinned], str]:
         """One pin more for each object that is here, until a time of the owner's clock. One answer

@@ -31,7 +31,7 @@ from kvstore.objects.headers import LIVE, MAGIC
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger, lower_tier_changes
 
-__all__ = ["StoredObjects"]
+__all__ = ["StoredObjects", "TableParts"]
 
 
 class _Object(NamedTuple):  # made in a quarter of a dataclass's time
@@ -52,24 +52,29 @@ class Counts:
     removed: int = 0
 
 
+@dataclass(frozen=True)
+class TableParts:
+    """What a table of objects is made of, all of it the table's alone from then on."""
+
+    slab: Slab
+    #: Dtype ``HEADER``, one for each unit of the slab; all zero but before ``adopt``.
+    headers: Records
+    #: For the objects of one class each.
+    new_policy: Callable[[], Policy]
+    log: ChangeLog
+    ledger: Ledger
+
+
 class StoredObjects:
     """Those in the slots of a slab. Not thread-safe."""
 
-    def __init__(
-        self,
-        slab: Slab,
-        headers: Records,
-        new_policy: Callable[[], Policy],
-        log: ChangeLog,
-        ledger: Ledger,
-    ) -> None:
-        """`headers`: dtype ``HEADER``, one for each unit of the slab, all zero."""
-        self.slab: Final = slab
-        self.ledger: Final = ledger
+    def __init__(self, parts: TableParts) -> None:
+        self.slab: Final = parts.slab
+        self.ledger: Final = parts.ledger
         self.counts: Final = Counts()
-        self._headers = headers
-        self._new_policy = new_policy
-        self._log = log
+        self._headers = parts.headers
+        self._new_policy = parts.new_policy
+        self._log = parts.log
         self._objects: dict[bytes, _Object] = {}
         self._policies: dict[int, Keeping] = {}
 

@@ -18,6 +18,7 @@ from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import ObjectTable, Verdict
+from kvstore.rules.stored_objects import TableParts
 
 CHUNK_UNITS = 8
 CHUNKS = 3
@@ -32,7 +33,7 @@ def empty() -> Records:
 def table_over(headers: Records) -> tuple[ObjectTable, ChangeLog]:
     log = ChangeLog(1000)
     slab = Slab(SLAB_BYTES, CHUNK_UNITS * UNIT_BYTES)
-    return ObjectTable(slab, headers, POLICIES["arc"], log, Ledger(0)), log
+    return ObjectTable(TableParts(slab, headers, POLICIES["arc"], log, Ledger(0))), log
 
 
 def checksum(slot: int, nbytes: int) -> int:

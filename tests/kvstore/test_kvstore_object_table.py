@@ -18,6 +18,7 @@ from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_a
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import Claim, ObjectTable, Verdict
+from kvstore.rules.stored_objects import TableParts
 
 CHUNK = 8 * UNIT_BYTES
 NAMES = keys(12)
@@ -29,7 +30,7 @@ def table_of(
 ) -> tuple[ObjectTable, np.ndarray, ChangeLog]:
     slab = Slab(chunks * (CHUNK + 8 * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers, log = np.zeros(slab.units, HEADER), ChangeLog(kept)
-    return ObjectTable(slab, headers, POLICIES[policy], log, Ledger(0)), headers, log
+    return ObjectTable(TableParts(slab, headers, POLICIES[policy], log, Ledger(0))), headers, log
 
 
 def store(

@@ -23,6 +23,7 @@ from kvstore.owner.card import OwnerStats
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.pinned_table import PinnedTable
+from kvstore.rules.stored_objects import TableParts
 from kvstore.store import Store
 
 CHUNK_UNITS = 8
@@ -34,7 +35,7 @@ MIB = 1 << 20
 def table_of(chunks: int, policy: str = "lru") -> PinnedTable:
     slab = Slab(chunks * (CHUNK + CHUNK_UNITS * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers = np.zeros(slab.units, HEADER)
-    return PinnedTable(slab, headers, POLICIES[policy], ChangeLog(1000), Ledger(0))
+    return PinnedTable(TableParts(slab, headers, POLICIES[policy], ChangeLog(1000), Ledger(0)))
 
 
 def store(table: PinnedTable, rows: list[int], units: int = 1) -> None:

@@ -21,6 +21,7 @@ from kvstore.objects.headers import HEADER, HEADER_BYTES
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
 from kvstore.rules.object_table import ObjectTable, Verdict
+from kvstore.rules.stored_objects import TableParts
 
 MIB = 1 << 20
 LOW, HIGH = Config.free_low, Config.free_high
@@ -35,7 +36,7 @@ def slab_of(chunks: int, chunk_units: int = CHUNK_UNITS) -> Slab:
 
 def table_of(slab: Slab) -> ObjectTable:
     headers = np.zeros(slab.units, HEADER)
-    return ObjectTable(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
+    return ObjectTable(TableParts(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0)))
 
 
 def key_of(number: int) -> np.ndarray:
@@ -176,7 +177,7 @@ def test_an_object_that_cannot_lie_beside_the_others_is_left_out() -> None:
 def left_behind(table: ObjectTable, slab: Slab) -> ObjectTable:
     """The next owner of the same memory."""
     headers = table._headers.copy()
-    new = ObjectTable(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0))
+    new = ObjectTable(TableParts(slab, headers, POLICIES["lru"], ChangeLog(1000), Ledger(0)))
     new.adopt(lambda slot, nbytes: int(headers["checksum"][slot]))
     return new
 

@@ -18,6 +18,7 @@ from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import PARTS, Demoting, Ledger
 from kvstore.rules.object_table import Verdict
+from kvstore.rules.stored_objects import TableParts
 from kvstore.rules.tiered_table import Promoted, PromotionState, TieredTable
 from kvstore.tiers.base import Found as LeftBehind
 
@@ -31,7 +32,7 @@ SIZES = st.sampled_from([UNIT_BYTES, 2 * UNIT_BYTES])
 def table_of(demoting_bytes_max: int) -> tuple[TieredTable, Records, ChangeLog]:
     slab = Slab(CHUNKS * (CHUNK + 4 * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers, log = np.zeros(slab.units, HEADER), ChangeLog(10_000)
-    table = TieredTable(slab, headers, POLICIES["lru"], log, Ledger(demoting_bytes_max))
+    table = TieredTable(TableParts(slab, headers, POLICIES["lru"], log, Ledger(demoting_bytes_max)))
     return table, headers, log
 
 
