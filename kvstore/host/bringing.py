@@ -36,8 +36,9 @@ _LATER: Final = Promoted(PromotionState.LATER)
 _COMING: Final = {Got.RIGHT, Got.NOT_PROMOTED, Got.TIMED_OUT}
 """Outcomes of a read after which it is looked again. Others have been tried twice."""
 IN_TIME: Final = 2
-"""What is read at once is expected to take 1/2 of the time that is left: over a slow network not
-all of what is asked for comes before the question is answered, and what has come is kept."""
+"""What is read at once of an owner is expected to take 1/2 of the time that is left: over a slow
+network not all of what is asked for comes before the question is answered, and what has come is
+kept."""
 
 
 class Bringing:
@@ -117,17 +118,21 @@ class Bringing:
             if is_late and not count:
                 self._wait(deadline_s)
         if len(others):
-            some = others[: self._in_time(places["owner"][is_other], nbytes, deadline_s)]
+            some = others[self._in_time(places["owner"][is_other], nbytes, deadline_s)]
             count += self._read(keys, some, signature, nbytes, results, deadline_s)
         return count
 
-    def _in_time(self, owners: Records, nbytes: int, deadline_s: float) -> int:
-        """How many objects of these owners are read at once: all, if no speed is known."""
-        speeds = map(self._gets.bytes_per_s, np.unique(owners).tolist())
-        slowest = min((one for one in speeds if one), default=0.0)
+    def _in_time(self, owners: Records, nbytes: int, deadline_s: float) -> npt.NDArray[np.bool_]:
+        """Which objects of these owners are read at once: of each as many as come in time, one at
+        least; all, if its speed is not known. Owners are read from side by side."""
         left_s = max(deadline_s - time.monotonic(), 0.0)
-        count = int(slowest * left_s / IN_TIME // nbytes)
-        return max(count, 1) if slowest else len(owners)
+        chosen = np.zeros(len(owners), np.bool_)
+        for number in np.unique(owners).tolist():
+            of_owner = np.flatnonzero(owners == number)
+            speed = self._gets.bytes_per_s(number)
+            count = max(int(speed * left_s / IN_TIME // nbytes), 1) if speed else len(of_owner)
+            chosen[of_owner[:count]] = True
+        return chosen
 
     def _wait(self, deadline_s: float) -> None:
         """Until objects have come, or have not, but ``POLL_S`` at most."""

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from store_makers import SIG, config, until
 from store_meeting import owning
-from store_objects import KEYS, MIB, NBYTES, N, put_all
+from store_objects import KEYS, MIB, NBYTES, N, filled, put_all
 
 from kvstore.client.pool import OWN
 from kvstore.host.bringing import IN_TIME, Bringing
-from kvstore.objects.outcomes import Got
+from kvstore.objects.changes import fingerprint_of
+from kvstore.objects.outcomes import Got, Put
 from kvstore.owning import OwningStore
 from kvstore.rules.tiered_table import PromotionState
 
@@ -25,15 +26,17 @@ TIMEOUT_S = 60.0
 
 
 class SlowGets:
-    """Reads so many objects in time, whatever is asked for."""
+    """Reads so many objects in time, whatever is asked for. ``others``: owners that are known to
+    be faster or slower."""
 
     def __init__(self, store: OwningStore, in_time: int, bytes_per_s: float) -> None:
         self._gets, self._in_time, self._bytes_per_s = store.gets, in_time, bytes_per_s
+        self.others: dict[int, float] = {}
         self.asked: list[int] = []
 
     def bytes_per_s(self, owner: int) -> float:
         assert owner != OWN
-        return self._bytes_per_s
+        return self.others.get(owner, self._bytes_per_s)
 
     def get(self, keys: Any, *more: Any, **named: Any) -> list[Got]:
         self.asked.append(len(keys))
@@ -78,3 +81,26 @@ def test_one_at_least_is_tried(here: OwningStore) -> None:
     found = bringing(here, gets).bring(KEYS, SIG, NBYTES, TIMEOUT_S)
     assert {one.state for one in found} == {PromotionState.HERE}
     assert gets.asked == [1] * N
+
+
+def test_an_owner_that_is_slow_holds_up_no_other(directory: Path) -> None:
+    """Of one only the first two come in time; of the other all of its four do, in the same read."""
+    slow, fast = N - 4, 4
+    with contextlib.ExitStack() as undo:
+        first, second, third = (
+            undo.enter_context(owning(config(directory, 16 * MIB))) for _ in range(3)
+        )
+        until(lambda: sum(map(bool, first._owners.ranks)) == 3, "they know each other")
+        for store, some in ((second, slice(slow)), (third, slice(slow, N))):
+            count = len(KEYS[some])
+            assert store.put(KEYS[some], SIG, filled(store, count).pieces) == [Put.STORED] * count
+        until(lambda: len(first._owners) == N, "it knows of the objects")
+        owners = first._owners.look_up(KEYS, fingerprint_of(SIG, NBYTES))["owner"].tolist()
+        assert len(set(owners)) == 2
+        gets = SlowGets(first, 2 + fast, IN_TIME * 2.5 * NBYTES / TIMEOUT_S)
+        gets.others[owners[-1]] = 1e9
+        found = bringing(first, gets).bring(KEYS, SIG, NBYTES, TIMEOUT_S)
+        assert {one.state for one in found} == {PromotionState.HERE}
+        assert gets.asked[0] == 2 + fast
+        assert sum(gets.asked) == N
+        assert len(gets.asked) <= 1 + (slow - 2)
