@@ -34,7 +34,9 @@ def running(
 def test_without_the_payload_the_tokens_differ(serving: Serving) -> None:
     requests = make_requests(20, 300, seed=21)
     got = send_all(serving.url, requests, 8)
-    assert not [answer.error for answer in got if answer.error]
+    # One request in 256 is compared by digests, which find what has not come.
+    errors = [answer.error for answer in got if answer.error]
+    assert all("what arrived is not what" in one for one in errors), errors
     long = [i for i, request in enumerate(requests) if len(request.input_ids) > 30]
     different = set(compare(serving.expected(requests), got))
     assert set(long) <= different
