@@ -37,7 +37,8 @@ FAST_PARTS = {
     "kvstore, a to n": ("-o", f"python_files={KVSTORE_FIRST}.py", "tests/kvstore"),
     "kvstore, the rest": (f"--ignore-glob=*/{KVSTORE_FIRST}", "tests/kvstore"),
     "sglang_mooncake": ("tests/sglang_mooncake", "tests/vllm"),
-    "router, registry": ("tests/router", "tests/bootstrap_server"),
+    "router": ("tests/router",),
+    "registry": ("tests/bootstrap_server",),
     "all else": (
         *(f"--ignore=tests/{one}" for one in ELSEWHERE),
         "tests",

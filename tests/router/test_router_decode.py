@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from router_world import World, run
 
+from sglang_mooncake.router import load_source
 from sglang_mooncake.router.decode_view import (
     LOAD_AGE_MAX_S,
     DecodeFigures,
@@ -22,6 +23,13 @@ from sglang_mooncake.router.decode_view import (
     decode_reason,
 )
 from sglang_mooncake.router.servers import Server
+
+
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also servers whose first answer came before the test has said what they answer."""
+    monkeypatch.setattr(load_source, "ASK_S", 0.05)
+    monkeypatch.setattr(load_source, "ASK_AGAIN_S", 0.05)
 
 
 @pytest.mark.parametrize(
