@@ -250,6 +250,9 @@ def call_while_a_caller_lands(
         number("goes_on").value = 1
         assert again.poll() is te.Status.DONE
         assert (other == 2).all()
+        frames = [take_frame(sock) for _ in range(3)]  # One is the question of the second read.
+        told = {transfer: status for kind, status, transfer in frames if kind == Kind.ACK}
+        assert told == {1: AckStatus.REFUSED, 2: AckStatus.LANDED}
         assert (landed.result(TIMEOUT_S) == dst).all()
         assert (dst[:half] == 1).all()
         assert not dst[half:].any()
@@ -312,12 +315,19 @@ def wait_for_caller(read: te.Transfer, *, loses_locks: bool = False) -> None:
 
 def take_ack(sock: Any) -> tuple[int, int]:
     """The transfer and what is said of it."""
+    kind, status, transfer = take_frame(sock)
+    assert kind == Kind.ACK
+    return transfer, status
+
+
+def take_frame(sock: Any) -> tuple[int, int, int]:
+    """The kind, status and transfer of a READ or an ACK."""
     data = read_exactly(sock, HEADER.size)
     assert data is not None
     kind, status, _, count, transfer, _, _, _ = HEADER.unpack(data)
-    assert kind == Kind.ACK
-    assert read_exactly(sock, count) is not None
-    return transfer, status
+    assert kind in (Kind.READ, Kind.ACK)
+    assert read_exactly(sock, count * (BLOCK.itemsize if kind == Kind.READ else 1)) is not None
+    return kind, status, transfer
 
 
 def a_peer_answers_without_end() -> None:
