@@ -48,9 +48,20 @@ class Servers:
         label = 'source="external_kv_transfer"'
         came = decode.metric("vllm:prompt_tokens_by_source_total", label)
         tokens = sum(len(one.input_ids) for one in self.requests)
-        assert tokens - came <= len(self.requests), "a last token of each is computed on decode"
+        # A last token of each is computed on the decode server.
+        assert tokens - came <= len(self.requests), f"{came:g} of {tokens} came\n{self.warnings()}"
         rooms = before.get("done", 0) + len(self.requests) * PREFILL_TP
         assert handed_over(self.stats, rooms) > before.get("bytes", 0)
+
+    def warnings(self) -> str:
+        """What the servers have logged of prompts that did not come, and else."""
+        lines = [
+            line
+            for server in (self.prefill, *self.decodes.values())
+            for line in server.process.log_text().splitlines()
+            if " pd_" in line or "[pd_" in line or "KV load" in line or "ERROR" in line
+        ]
+        return "\n".join(lines)
 
 
 @contextmanager
