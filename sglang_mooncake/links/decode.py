@@ -191,9 +191,6 @@ class DecodeLinks:
     def _dial_again(self, link: _Link, now_s: float) -> None:
         """With other sockets: libzmq leaves it to TCP when to ask again. What was said meanwhile
         has reached nobody, and what must be said is kept (`send`)."""
-        self._watch(link)  # It may have been reached while this thread stood still.
-        if link.connected or not self._is_current(link):
-            return
         self._end_sockets(link, farewell_ms=0)
         try:
             hello = messages.encode(self._hello())
@@ -253,6 +250,10 @@ class DecodeLinks:
                 )
         for link in list(self._links.values()):
             waited_s = now_s - link.opened_s
+            if not link.connected:
+                self._watch(link)  # It may have been reached while this thread stood still.
+                if not self._is_current(link):
+                    continue
             if not link.connected and waited_s >= min(CONNECT_S, self._timeout_s):
                 self._drop(link, f"{link.key} does not answer", forget_instance=True)
             elif link.engine is None and waited_s >= self._timeout_s:

@@ -370,12 +370,14 @@ def test_a_host_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes(benc
             one.close()
 
 
-def test_a_host_that_has_answered_while_nobody_looked_is_not_dialled_anew(bench):
+@pytest.mark.parametrize("later_s", [DIAL_S, CONNECT_S])
+def test_a_host_that_has_answered_while_nobody_looked_keeps_its_link(bench, later_s):
     bench.links.open(bench.key)
     bench.take()
     link = bench.links._links[bench.key]
     former = link.dealer
-    bench.links.tick(link.opened_s + DIAL_S + 0.01)
+    bench.links.tick(link.opened_s + later_s + 0.01)
+    assert bench.events == []
     assert link.dealer is former
     assert link.connected
 
