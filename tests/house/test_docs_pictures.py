@@ -114,8 +114,8 @@ def test_times_are_those_of_the_code() -> None:
     deadlines, store = Deadlines(), Config()
     shown = said(ROOT / "docs/images/failures.svg")
     silent_s = deadlines.heartbeat_s * (deadlines.heartbeat_failures_max + 1)
-    assert silent_s <= 3
-    assert shown.count("within 3 s") == 3
+    assert silent_s <= 5
+    assert shown.count("within 5 s") == 3
     assert f"fail after {Engine().stall_timeout_s:g} s" in shown
     shown = said(ROOT / "docs/images/store-failures.svg")
     assert f"After {store.request_timeout_s + 1:g} s without an answer" in shown

@@ -281,7 +281,7 @@ def test_the_variables_of_sglang_that_begin_like_ours_are_known(srt):
 @pytest.mark.parametrize(
     ("said", "heartbeat_s", "failures"),
     [
-        ({}, 0.5, 4),  # ours: SGLang's are made for HTTP requests
+        ({}, 0.5, 8),  # ours: SGLang's are made for HTTP requests
         ({"INTERVAL": "3"}, 3.0, 2),
         ({"MAX_FAILURE": "7"}, 5.0, 7),
         ({"INTERVAL": "0", "MAX_FAILURE": "0"}, 0.1, 1),
