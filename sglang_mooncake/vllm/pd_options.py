@@ -22,6 +22,14 @@ from sglang_mooncake.registries import Registries
 __all__ = ["PdOptions"]
 
 REGISTRY_PORT: Final = 8998
+#: Settings that are times.
+SECONDS: Final = (
+    "hold_timeout_s",
+    "load_timeout_s",
+    "link_timeout_s",
+    "silence_timeout_s",
+    "stall_timeout_s",
+)
 #: Settings that are lists of texts.
 LISTS: Final = ("registries", "transports", "nics")
 
@@ -45,6 +53,10 @@ class PdOptions:
     load_timeout_s: float = 60.0
     #: Decode: how long a prefill server may take to answer the first message.
     link_timeout_s: float = 10.0
+    #: How long the other server's ranks may show no sign of life. Up to half a second is added.
+    silence_timeout_s: float = 4.0
+    #: How long a transfer may make no progress (`te.Config`).
+    stall_timeout_s: float = 5.0
     #: Of the transfer engine (`te.Config`); without them, all that there are.
     transports: tuple[str, ...] = ()
     nics: tuple[str, ...] = ()
@@ -58,7 +70,7 @@ class PdOptions:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hold_timeout_s", "load_timeout_s", "link_timeout_s"):
+        for name in SECONDS:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number of seconds")

@@ -4,6 +4,7 @@ cache, what else is known of the process. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -216,7 +217,11 @@ def context_of(
         bootstrap_address="",
         prefill_http_port=None,
         register_dp_rank=False,
-        deadlines=Deadlines(bootstrap_s=first_s, waiting_s=options.load_timeout_s),
+        deadlines=Deadlines(
+            bootstrap_s=first_s,
+            waiting_s=options.load_timeout_s,
+            heartbeat_failures_max=math.ceil(options.silence_timeout_s / Deadlines().heartbeat_s),
+        ),
         names=SettingNames(first, "load_timeout_s", "link_timeout_s", FLAGS | VLLM_FLAGS),
         keys=options.keys,
     )

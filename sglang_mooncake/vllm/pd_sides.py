@@ -53,6 +53,7 @@ class _Rank:
                 keys=options.keys.data,
                 transports=options.transports or TRANSPORTS,
                 nics=options.nics,
+                stall_timeout_s=options.stall_timeout_s,
                 max_queued_transfers=TRANSFERS_MAX,
                 label=engine_label(_who(self.context), str(config.model_config.model)),
             )

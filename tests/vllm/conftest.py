@@ -5,7 +5,6 @@ has it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from cpu_serving.vllm_servers import nursery_of_vllm
 from store_host import store_directory
 from vllm_makers import Rank
 
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms import prefill_room
-from sglang_mooncake.vllm import pd_rank
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,13 +31,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Where servers are forked that the nursery fits."""
     with nursery_of_vllm(tmp_path_factory.mktemp("nursery") / "nursery.log") as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine any thread may stop for a while: no rank takes another for gone because
-    that is silent for some seconds."""
-    monkeypatch.setattr(pd_rank, "Deadlines", partial(Deadlines, heartbeat_failures_max=1000))
 
 
 @pytest.fixture

@@ -170,7 +170,10 @@ def reasons(rank: Any) -> str:
 
 
 def options(**given: Any) -> PdOptions:
-    return PdOptions.of({"host": HOST, "registry_port": 0, "link_timeout_s": TIMEOUT_S, **given})
+    """``given``: beside settings with which no rank takes another for gone because it is silent for
+    some seconds: on a busy machine any thread may stop for a while."""
+    patient = {"link_timeout_s": TIMEOUT_S, "silence_timeout_s": 500.0}
+    return PdOptions.of({"host": HOST, "registry_port": 0, **patient, **given})
 
 
 def with_tp(ranks: int, **changed: Any) -> Any:

@@ -26,6 +26,8 @@ from cpu_serving.vllm_servers import (
 )
 
 PREFILL_TP = 2
+#: No server takes one for dead that a busy machine has not run for some seconds.
+PATIENT = {"link_timeout_s": 30, "silence_timeout_s": 30, "stall_timeout_s": 30}
 
 
 @dataclass
@@ -82,9 +84,11 @@ def started(
     ):
         place = Path(runtime)
         alone = start_vllm(fleet, "alone", path, place, more)
-        flags = pair_flags("kv_producer", registry_port=fleet.port(), stats_dir=str(stats))
+        flags = pair_flags(
+            "kv_producer", registry_port=fleet.port(), stats_dir=str(stats), **PATIENT
+        )
         prefill = start_vllm(fleet, "prefill", path, place, [*more, *flags], tp=PREFILL_TP)
-        flags = [*more, *pair_flags("kv_consumer")]
+        flags = [*more, *pair_flags("kv_consumer", **PATIENT)]
         decodes = {
             tp: start_vllm(fleet, f"decode-{tp}", path, place, flags, core=1, tp=tp)
             for tp in decode_tps

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pd_makers import BLOCK_BYTES, HOST, Cache, options
+from pd_makers import BLOCK_BYTES, HOST, Cache, options, pair
 from vllm_makers import caches, mixed_caches, server
 
+import te
 from bootstrap_server.admission.secret_file import write_secret_file
+from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import ALONE, Plan
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions
@@ -150,12 +152,29 @@ def test_a_rank_is_known_by_the_settings_names() -> None:
     assert (decode.deadlines.bootstrap_s, decode.names.bootstrap) == (4, "load_timeout_s")
 
 
+def test_a_rank_waits_for_a_sign_of_life_as_long_as_it_is_told_to() -> None:
+    layout = layout_of(of_pair(), Cache().tensors(), "K", ALONE)
+    usual, longer = (
+        context_of("prefill", PdOptions.of(said), layout, ALONE, HOST).deadlines
+        for said in ({}, {"silence_timeout_s": 30.2})
+    )
+    assert usual.heartbeat_failures_max == Deadlines().heartbeat_failures_max
+    assert 30.2 <= longer.heartbeat_s * longer.heartbeat_failures_max < 30.7
+
+
+def test_an_engine_waits_for_progress_as_long_as_it_is_told_to() -> None:
+    assert PdOptions.of({}).stall_timeout_s == te.Config().stall_timeout_s
+    with pair(prefill={"stall_timeout_s": 2.5}) as two:
+        assert two.prefill.engine._config.stall_timeout_s == 2.5
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"hold_timeout": 3}, "did you mean 'hold_timeout_s'?"),
         ({"hold_timeout_s": "3"}, "hold_timeout_s='3' must be a number"),
         ({"hold_timeout_s": 0}, "hold_timeout_s=0 must be a positive number"),
+        ({"silence_timeout_s": -1}, "silence_timeout_s=-1 must be a positive number"),
         ({"load_timeout_s": float("inf")}, "load_timeout_s=inf must be a positive number"),
         ({"registry_port": 65_536}, "registry_port=65536 must be between"),
         ({"registry": "host"}, "registry='host'"),

@@ -46,16 +46,6 @@ LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 PREFILL = {"do_remote_decode": True}
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine any thread may stop for a while."""
-    from functools import partial
-
-    from sglang_mooncake.context import Deadlines
-
-    monkeypatch.setattr(pd_rank, "Deadlines", partial(Deadlines, heartbeat_failures_max=1000))
-
-
 def prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(2, 502), k=tokens)
 

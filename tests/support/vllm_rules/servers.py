@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 TIMEOUT_S: Final = 60.0
+#: On a busy machine any thread may stop for a while.
+PATIENCE_S: Final = 500.0
 BLOCK: Final = 16
 #: Of the tiny model.
 LAYERS, HEADS, NUMBERS = 3, 2, 32
@@ -88,7 +90,12 @@ def config_of(role: str, tp: int, policy: str = "recompute", **settings: Any) ->
         kv_connector_module_path=PDConnector.__module__,
         kv_role=role,
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"host": "127.0.0.1", "weights": "these", **settings},
+        kv_connector_extra_config={
+            "host": "127.0.0.1",
+            "weights": "these",
+            "silence_timeout_s": PATIENCE_S,
+            **settings,
+        },
     )
     return VllmConfig(
         model_config=model,
