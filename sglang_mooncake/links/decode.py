@@ -252,8 +252,8 @@ class DecodeLinks:
             waited_s = now_s - link.opened_s
             if not link.connected:
                 self._watch(link)  # It may have been reached while this thread stood still.
-                if not self._is_current(link):
-                    continue
+            if not self._is_current(link):
+                continue
             if not link.connected and waited_s >= min(CONNECT_S, self._timeout_s):
                 self._drop(link, f"{link.key} does not answer", forget_instance=True)
             elif link.engine is None and waited_s >= self._timeout_s:

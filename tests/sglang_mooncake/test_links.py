@@ -382,6 +382,20 @@ def test_a_host_that_has_answered_while_nobody_looked_keeps_its_link(bench, late
     assert link.connected
 
 
+@pytest.mark.parametrize("later_s", [DIAL_S, CONNECT_S])
+def test_a_host_that_has_refused_while_nobody_looked_is_told_of_once(bench, later_s):
+    with socket.create_server((HOST, 0)) as gone:
+        key = key_of(gone.getsockname()[1])
+    bench.links.open(key)
+    link = bench.links._links[key]
+    assert link.monitor.poll(WAIT_S * 1000), "libzmq reports the refusal"
+    bench.links.tick(link.opened_s + later_s + 0.01)
+    (down,) = bench.events
+    assert "was refused: no process listens there" in down.reason
+    assert bench.loop.readers == {}
+    assert len(bench.links) == 0
+
+
 def test_a_host_that_cannot_be_dialled_anew_is_given_up(bench):
     with silent_host() as server:
         key = key_of(server.getsockname()[1])
