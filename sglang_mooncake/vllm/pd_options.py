@@ -22,14 +22,6 @@ from sglang_mooncake.registries import Registries
 __all__ = ["PdOptions"]
 
 REGISTRY_PORT: Final = 8998
-#: Settings that are times.
-SECONDS: Final = (
-    "hold_timeout_s",
-    "load_timeout_s",
-    "link_timeout_s",
-    "silence_timeout_s",
-    "stall_timeout_s",
-)
 #: Settings that are lists of texts.
 LISTS: Final = ("registries", "transports", "nics")
 
@@ -70,7 +62,7 @@ class PdOptions:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name in SECONDS:
+        for name in (one.name for one in fields_of(self) if one.name.endswith("_s")):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number of seconds")

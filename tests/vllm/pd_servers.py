@@ -56,12 +56,12 @@ class Servers:
         assert handed_over(self.stats, rooms) > before.get("bytes", 0)
 
     def warnings(self) -> str:
-        """What the servers have logged of prompts that did not come, and else."""
+        """The lines of the servers' logs about prompts that did not come, and about errors."""
         lines = [
             line
             for server in (self.prefill, *self.decodes.values())
             for line in server.process.log_text().splitlines()
-            if " pd_" in line or "[pd_" in line or "KV load" in line or "ERROR" in line
+            if any(word in line for word in ("[pd_", "KV load", "ERROR"))
         ]
         return "\n".join(lines)
 
