@@ -39,8 +39,8 @@ class Deadlines:
     heartbeat_s: how often each side of a control link shows that it is there.
     heartbeat_failures_max: after how many of these without a sign it counts as gone. By default
         that is 4 s. Busy processes alone hardly delay zmq's thread: 64 of them on two cores by
-        0.05 s at most. A virtual machine whose host has yet to fetch its memory does: while
-        servers started there, threads that could run stood still for 1.7 s, and once for 2 s.
+        0.05 s at most. But while several servers of vLLM started on two cores of a virtual machine,
+        threads that could run waited for up to 1.7 s, and a link was silent for 2 s.
     """
 
     bootstrap_s: float = 300.0
