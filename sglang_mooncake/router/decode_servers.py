@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from sglang_mooncake.router.choice import Chooser
 from sglang_mooncake.router.decode_view import DecodeView, best_decode, decode_reason
-from sglang_mooncake.router.fit import Kin
+from sglang_mooncake.router.fit import Kin, Work
 from sglang_mooncake.router.options import CACHE_AWARE
 from sglang_mooncake.router.placement import Look, Placed
 from sglang_mooncake.router.servers import Server
@@ -66,7 +66,7 @@ class DecodeServers:
         return [
             one
             for one in servers
-            if not one.under_way or self._views[one].pace.work_s(one.under_way + 1) <= limit_s
+            if not one.under_way or self._views[one].pace.work_s(Work(one.under_way + 1)) <= limit_s
         ]
 
     def choose(self, look: Look | None, servers: Sequence[Server], now_s: float) -> DecodeChoice:
@@ -94,6 +94,6 @@ class DecodeServers:
         if gaps.gaps:
             server.counts.gaps += gaps.gaps
             server.counts.gaps_s += gaps.gaps_s
-            view.pace.learn(1 + server.under_way, gaps.gaps_s / gaps.gaps)
+            view.pace.learn(Work(1 + server.under_way), gaps.gaps_s / gaps.gaps)
         if placed is not None and not placed.look.is_limited:
             view.answered(placed.look, handed_over, placed.sent_s, now_s)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Kin", "LoadFit", "Times", "WorkFit", "pairs_of"]
+__all__ = ["Kin", "LoadFit", "Times", "Work", "WorkFit", "pairs_of", "work_of"]
 
 #: What came so many requests ago counts for 1/e.
 MEMORY_REQUESTS: Final = 64
@@ -23,16 +24,16 @@ _OTHERS_FADE: Final = 1 - 1 / OTHERS_REQUESTS
 #: A pair takes such a part of what a token takes at most: attention takes as long as all else where
 #: as many tokens lie before. That is at 53,000 for Llama 3 70B, and at 8,000 for DeepSeek V3.
 BEND: Final = 1 / 4_000
-#: By such a part less is taken to be known of pairs: where they are nearly in proportion to tokens
-#: it is left to these what both take.
-PAIRS_DOUBT: Final = 0.01
+#: By such a part less is taken to be known of pairs, and of all tokens: where they are nearly in
+#: proportion to the computed ones it is left to these what both take.
+DOUBT: Final = 0.01
 #: Where no more than such a part is left that is not in proportion, what two things take cannot be
 #: told apart.
 TOLD_APART: Final = 1e-9
 #: A time that is smaller than this is not known to a part of itself.
 NOISE_S: Final = 0.02
 #: A time that is less than such a part of what was expected is a mistake, and counts as that part.
-LEAST: Final = 1 / 4
+LEAST: Final = 1 / 2
 #: Until a load was measured, a token is taken to load in this part of the time that it is computed.
 FIRST_LOAD: Final = 0.1
 
@@ -43,36 +44,75 @@ def pairs_of(computed: float, before: float) -> float:
     return computed * (before + computed / 2)
 
 
+class Work(NamedTuple):
+    """What a prompt asks of a server."""
+
+    #: Tokens that are computed.
+    computed: float
+    #: Of these with each one before (``pairs_of``).
+    pairs: float = 0.0
+    #: All tokens of the prompt, which are handed over.
+    tokens: float = 0.0
+
+    def and_also(self, other: Work) -> Work:
+        """Both together."""
+        return Work(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+def work_of(tokens: float, hits: float) -> Work:
+    """Of a prompt of so many tokens, where so many need not be computed."""
+    computed = max(0.0, tokens - hits)
+    return Work(computed, pairs_of(computed, tokens - computed), tokens)
+
+
 class Times(NamedTuple):
-    """What a prompt takes: any, each token that is computed, and each of its pairs
-    (``pairs_of``)."""
+    """What a prompt takes: any, each token that is computed, each of its pairs (``pairs_of``), and
+    each token of the whole prompt: those of the cache are handed over, too, and SGLang's
+    ``torch_native`` computes attention for them again."""
 
     fixed_s: float
     token_s: float
     pair_s: float = 0.0
+    hand_over_s: float = 0.0
 
-    def work_s(self, tokens: float, pairs: float) -> float:
-        """Of so much that is computed."""
-        return self.fixed_s + tokens * self.token_s + pairs * self.pair_s
+    def work_s(self, work: Work) -> float:
+        """Of so much."""
+        return (
+            self.fixed_s
+            + work.computed * self.token_s
+            + work.pairs * self.pair_s
+            + work.tokens * self.hand_over_s
+        )
+
+
+#: Where each stands in the sums. In this order they are looked at: of two that are in proportion to
+#: each other the first is taken to take it all, as what each takes cannot be told.
+_COMPUTED, _ANY, _TOKENS, _PAIRS = range(4)
 
 
 class _Sums:
-    """Of (tokens, pairs, seconds), for least squares with weights."""
+    """Of (work, seconds), for least squares with weights."""
 
     def __init__(self) -> None:
         self.requests = 0.0
-        #: Of the weights, x (tokens), y (seconds), x x, x y, z (pairs), x z, z z and z y.
-        self._all = [0.0] * 9
+        #: Of each two of (computed, 1, tokens, pairs, seconds) the products, summed up.
+        self._all = [0.0] * 14
 
     def fade(self, part: float) -> None:
         """So much of each stays."""
         self.requests *= part
         self._all = [one * part for one in self._all]
 
-    def add(self, tokens: float, pairs: float, took_s: float, weight: float) -> None:
+    def add(self, work: Work, took_s: float, weight: float) -> None:
         self.requests += 1
-        x, y, z = weight * tokens, weight * took_s, weight * pairs
-        new = (weight, x, y, x * tokens, x * took_s, z, x * pairs, z * pairs, z * took_s)
+        computed, pairs, tokens = work
+        x, y, n, z = weight * computed, weight * took_s, weight * tokens, weight * pairs
+        new = (
+            *(x * computed, x, x * tokens, x * pairs, x * took_s),
+            *(weight, n, z, y),
+            *(n * tokens, n * pairs, n * took_s),
+            *(z * pairs, z * took_s),
+        )
         self._all = [one + more for one, more in zip(self._all, new, strict=True)]
 
     def with_part(self, other: _Sums, part: float) -> _Sums:
@@ -83,45 +123,49 @@ class _Sums:
         return both
 
     def times(self) -> Times:
-        """There is one prompt at least. Pairs have a time where all that is found is as it can
-        be: else they have none, and what remains is a line."""
-        for has_fixed in (True, False):
-            found = self._curve(has_fixed=has_fixed)
-            if found is not None and min(found) >= 0.0 and found.pair_s <= BEND * found.token_s:
-                return found
-        return self._line()
-
-    def _curve(self, *, has_fixed: bool) -> Times | None:
-        """By all three, or without a fixed time; None where they cannot be told apart. What the
-        fixed time explains is taken out of the other sums first."""
-        count, x, y, xx, xy, z, xz, zz, zy = self._all
-        part = 1 / count if has_fixed else 0.0
-        all_xx, zz = xx, zz * (1 + PAIRS_DOUBT) - part * z * z
-        xx, xz, xy, zy = xx - part * x * x, xz - part * x * z, xy - part * x * y, zy - part * z * y
-        spread = xx * zz - xz * xz
-        if xx <= TOLD_APART * all_xx or spread <= TOLD_APART * xx * zz:
-            return None
-        token_s, pair_s = (xy * zz - zy * xz) / spread, (zy * xx - xy * xz) / spread
-        fixed_s = part * (y - token_s * x - pair_s * z) if has_fixed else 0.0
-        return Times(fixed_s, token_s, pair_s)
-
-    def _line(self) -> Times:
-        """Fixed time and time for each token."""
-        count, x, y, xx, xy, *_ = self._all
-        spread = count * xx - x * x
-        if spread > TOLD_APART * count * xx:
-            token_s = (count * xy - x * y) / spread
-            fixed_s = (y - token_s * x) / count
-            if token_s >= 0.0 and fixed_s >= 0.0:
-                return Times(fixed_s, token_s)
-            if token_s >= 0.0:
-                return Times(0.0, xy / xx)
-            # Longer prompts took less: by chance, or because of something else. A token costs time.
-            return Times(0.0, y / x)
-        # All prompts were of one length: the share of the fixed time cannot be told.
+        """There is one prompt at least. Nothing takes less than no time: what would, by chance or
+        because of something else, is left out, and the others are found again. A token that is
+        computed is left out last, or a cache would be of no use."""
+        xx, x, xn, xz, xy, one, n, z, y, nn, nz, ny, zz, zy = self._all
+        nn, zz = nn * (1 + DOUBT), zz * (1 + DOUBT)
+        rows = [[xx, x, xn, xz, xy], [x, one, n, z, y], [xn, n, nn, nz, ny], [xz, z, nz, zz, zy]]
+        squares = (xx, one, nn, zz)
+        kept: list[int] = []
+        for at, square in enumerate(squares):
+            if rows[at][at] > TOLD_APART * square:
+                rows = _exchanged(rows, at)
+                kept.append(at)
+        while True:
+            found = [rows[at][-1] if at in kept else 0.0 for at in range(len(rows))]
+            least = min(kept, key=lambda at: found[at] * math.sqrt(squares[at]))
+            if found[least] < 0.0 and len(kept) > 1:
+                least = kept[-1] if least == _COMPUTED else least
+            elif found[_PAIRS] > BEND * found[_COMPUTED]:
+                least = _PAIRS
+            else:
+                break
+            rows = _exchanged(rows, least)
+            kept.remove(least)
         if x == 0.0:
-            return Times(y / count, FIRST_TOKEN_S)
-        return Times(0.0, y / x)
+            found[_COMPUTED] = FIRST_TOKEN_S
+        computed, fixed, tokens, pairs = (max(0.0, one) for one in found)
+        return Times(fixed, computed, pairs, tokens)
+
+
+def _exchanged(rows: Sequence[Sequence[float]], at: int) -> list[list[float]]:
+    """Of linear equations, the one at this place solved for its unknown, which is put into the
+    others (Gauss and Jordan); or, if it was solved so before, no more."""
+    pivot = rows[at][at]
+    solved = [one / pivot for one in rows[at]]
+    new = []
+    for row in rows:
+        part = row[at]
+        put_in = [one - part * other for one, other in zip(row, solved, strict=True)]
+        put_in[at] = -part / pivot
+        new.append(put_in)
+    solved[at] = 1 / pivot
+    new[at] = solved
+    return new
 
 
 class Kin:
@@ -134,10 +178,10 @@ class Kin:
         #: Requests that have ended, several of which may have been computed together.
         self.requests = 0
 
-    def learn(self, tokens: float, pairs: float, took_s: float, weight: float) -> None:
+    def learn(self, work: Work, took_s: float, weight: float) -> None:
         """One of them has taken so long for a prompt of which so much was computed."""
         self.sums.fade(_FADE)
-        self.sums.add(tokens, pairs, took_s, weight)
+        self.sums.add(work, took_s, weight)
         self.learnt += 1
 
 
@@ -181,19 +225,19 @@ class WorkFit:
         """One more request has ended."""
         self._kin.requests += 1
 
-    def work_s(self, tokens: float, pairs: float = 0.0) -> float:
-        """What a prompt takes of which so much is to be computed."""
-        return self.times.work_s(tokens, pairs)
+    def work_s(self, work: Work) -> float:
+        """What so much takes."""
+        return self.times.work_s(work)
 
-    def learn(self, tokens: float, took_s: float, pairs: float = 0.0) -> None:
-        """A prompt of which so much was computed has taken so long."""
-        expected_s = self.work_s(tokens, pairs) if self._kin.learnt else took_s
+    def learn(self, work: Work, took_s: float) -> None:
+        """So much has taken so long."""
+        expected_s = self.work_s(work) if self._kin.learnt else took_s
         usual_s = math.sqrt(expected_s * max(took_s, LEAST * expected_s))
         weight = 1 / max(NOISE_S, usual_s) ** 2
         self._keep_up()
         self._own.fade(_FADE)
-        self._own.add(tokens, pairs, took_s, weight)
-        self._kin.learn(tokens, pairs, took_s, weight)
+        self._own.add(work, took_s, weight)
+        self._kin.learn(work, took_s, weight)
         self._learnt = self._kin.learnt
 
     def _keep_up(self) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.choice import any_of
-from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit, pairs_of
+from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit, pairs_of, work_of
 from sglang_mooncake.router.known import KnownPages, first_of
 from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.pages import named_pages, names_of, token_digests
@@ -52,7 +52,8 @@ WORK_WEIGHT: Final = 1.0
 #: so many of all servers: before, they say how far its first figures are off.
 ERRORS_KEPT: Final = 256
 LEARNT: Final = 100
-#: Once it has learnt from so many, an error tells of the host, and not of the first figures.
+#: Once it has learnt from so many, what a prompt took longer tells of the host, and not of the first
+#: figures.
 SOUND: Final = 16
 #: Some tens of MB for each server.
 PAGES_MAX: Final = 1 << 18
@@ -163,6 +164,8 @@ class Figures(NamedTuple):
     slowdown: float = 1.0
     #: What each pair takes of a token that is computed and one before it.
     pair_s: float = 0.0
+    #: What each token of the whole prompt takes, computed or not.
+    hand_over_s: float = 0.0
 
 
 class Expected(NamedTuple):
@@ -181,7 +184,8 @@ def expect(tokens: float, figures: Figures) -> Expected:
     computed = missing - loaded
     pairs = pairs_of(computed, tokens - computed)
     computed_s = computed * figures.token_s + pairs * figures.pair_s
-    work_s = figures.fixed_s + computed_s + loaded * figures.load_token_s
+    handed_over_s = tokens * figures.hand_over_s
+    work_s = figures.fixed_s + computed_s + loaded * figures.load_token_s + handed_over_s
     return Expected(figures.queue_s + work_s, work_s, loaded)
 
 
@@ -221,7 +225,6 @@ class Placed:
         "hit_tokens",
         "host_s",
         "is_begun",
-        "level",
         "load_tokens",
         "look",
         "remembered",
@@ -240,7 +243,7 @@ class Placed:
         self.expected = expect(look.tokens, figures)
         self.alone_s = self.expected.work_s / figures.slowdown
         self.fixed_s = figures.fixed_s / figures.slowdown
-        self.host_s, self.level = 0.0, view.level
+        self.host_s = 0.0
         self.hit_tokens, self.load_tokens = figures.hit_tokens, figures.load_tokens
         self.is_begun, self.remembered = view.is_begun(look), view.remembered(look)
 
@@ -313,6 +316,7 @@ class PrefillView(CacheView):
             load_s * slowdown,
             slowdown,
             times.pair_s * slowdown,
+            times.hand_over_s * slowdown,
         )
 
     def _hit_tokens(self, look: Look, now_s: float) -> float:
@@ -337,11 +341,6 @@ class PrefillView(CacheView):
     def queue_s(self, now_s: float) -> float:
         """What is left of the work that it has been sent."""
         return self._queue.left_s(now_s, self._host.slowdown(self._queue.others))
-
-    @property
-    def level(self) -> float:
-        """``Host.level`` of its host."""
-        return self._host.level
 
     def send(self, look: Look, figures: Figures, now_s: float) -> Placed:
         """The server is sent the prompt."""
@@ -370,8 +369,6 @@ class PrefillView(CacheView):
         self.counts.measured_s += took_s
         if took_s > 0.0 and self.fit.learnt >= LEARNT:
             self._errors.append(abs(placed.expected.first_s - took_s) / took_s)
-        if self.fit.learnt >= SOUND:
-            self._host.measured(placed.expected.first_s, took_s, placed.level)
         self.fit.counted()
         tokens, hits = placed.look.tokens, placed.hit_tokens
         if told.prompt_tokens is not None:
@@ -388,10 +385,10 @@ class PrefillView(CacheView):
             hits = told.cached_tokens
             if loaded:
                 alone_s = spent.own_s / self._host.slowdown(spent.others)
-                rest_s = alone_s - self.fit.work_s(*_work(tokens, hits))
+                rest_s = alone_s - self.fit.work_s(work_of(tokens, hits))
                 self.load_fit.learn(loaded, rest_s)
                 return
-        self._learn_batch(self._batches.add(*_work(tokens, hits), spent, now_s))
+        self._learn_batch(self._batches.add(work_of(tokens, hits), spent, now_s))
 
     def _learn_batch(self, batch: Batch | None) -> None:
         """From prompts that were computed together."""
@@ -400,8 +397,8 @@ class PrefillView(CacheView):
         others, own_s = batch.spent.others, batch.spent.own_s
         alone_s = own_s / self._host.slowdown(others)
         if self.fit.learnt >= SOUND:
-            self._host.learn(others, own_s, self.fit.work_s(batch.tokens, batch.pairs))
-        self.fit.learn(batch.tokens, alone_s, batch.pairs)
+            self._host.learn(others, own_s, self.fit.work_s(batch.work))
+        self.fit.learn(batch.work, alone_s)
 
     def _compare(self, placed: Placed, cached_tokens: int, count: int) -> None:
         """Whether the cache had what was sent there before, and events have named what it had. What
@@ -469,12 +466,6 @@ class Choice(NamedTuple):
     figures: Figures
     reason: str
     late_s: float
-
-
-def _work(tokens: float, hits: float) -> tuple[float, float]:
-    """Tokens that are computed of a prompt, and their pairs."""
-    computed = max(0.0, tokens - hits)
-    return computed, pairs_of(computed, hits)
 
 
 def place(

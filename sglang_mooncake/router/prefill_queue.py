@@ -8,6 +8,7 @@ import math
 from collections import deque
 from typing import Final, NamedTuple, Protocol
 
+from sglang_mooncake.router.fit import Work
 from sglang_mooncake.router.sharing import Host
 
 __all__ = ["Batch", "Batches", "Queue", "Queued", "Spent", "left_s"]
@@ -105,11 +106,9 @@ class Queue:
 
 
 class Batch(NamedTuple):
-    """Prompts that were computed together: tokens and pairs (``fit.pairs_of``) of them all, and
-    what they took."""
+    """Prompts that were computed together: the work of them all, and what they took."""
 
-    tokens: float
-    pairs: float
+    work: Work
     spent: Spent
     #: A prompt that ends later was not computed with them.
     ends_by_s: float
@@ -122,18 +121,16 @@ class Batches:
     def __init__(self) -> None:
         self._last: Batch | None = None
 
-    def add(self, tokens: float, pairs: float, spent: Spent, now_s: float) -> Batch | None:
-        """A prompt has ended of which so much was computed. The batch before its own, if it
-        was not taken yet."""
+    def add(self, work: Work, spent: Spent, now_s: float) -> Batch | None:
+        """A prompt has ended. The batch before its own, if it was not taken yet."""
         last = self.take(now_s)
         if self._last is None:
             by_s = now_s + max(TOGETHER_S, TOGETHER_PART * spent.own_s)
-            self._last = Batch(tokens, pairs, spent, by_s)
+            self._last = Batch(work, spent, by_s)
             return last
         own_s, others_s = self._last.spent
         both = Spent(own_s + spent.own_s, others_s + spent.others_s)
-        tokens, pairs = self._last.tokens + tokens, self._last.pairs + pairs
-        self._last = Batch(tokens, pairs, both, self._last.ends_by_s)
+        self._last = Batch(self._last.work.and_also(work), both, self._last.ends_by_s)
         return None
 
     def take(self, now_s: float) -> Batch | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["LEVEL_MAX", "SHARE_MAX", "Host"]
+__all__ = ["SHARE_MAX", "Host"]
 
 #: With one more server at work a prompt takes at most twice as long: so it is where two of them
 #: share what one of them could use alone.
@@ -23,14 +23,6 @@ DOUBT: Final = 1.0
 #: A prompt that took longer than so many times what was expected, or less than a part as small,
 #: counts as one that did so: something else was the matter with it.
 STRANGE: Final = 3.0
-#: How much of the last prompt's error is expected of the next one, and how it is forgotten: other
-#: programs of the host come and go faster than the speed of a server changes.
-LEVEL_STEP: Final = 0.1
-LEVEL_FADE: Final = 0.98
-#: Of the logarithm: everything is expected to take 4.5 times as long at most, or as short.
-LEVEL_MAX: Final = 1.5
-#: Times are not known more exactly than that: a look at the clock, the loop's other work.
-NOISE_S: Final = 0.03
 
 
 class Host:
@@ -43,7 +35,6 @@ class Host:
         self._sum_s = 0.0
         #: Of (other servers at work, time in parts of what was expected), which fade.
         self._count = self._x = self._y = self._xx = self._xy = 0.0
-        self._level = 0.0
 
     # --- who is at work ---
 
@@ -86,7 +77,7 @@ class Host:
 
     def slowdown(self, others: float) -> float:
         """How many times as long everything takes while so many other servers are at work."""
-        return (1.0 + self.share * others) * math.exp(self._level)
+        return 1.0 + self.share * others
 
     def learn(self, others: float, took_s: float, work_s: float) -> None:
         """Work that takes ``work_s`` alone has taken so long while so many others were at work."""
@@ -96,17 +87,3 @@ class Host:
         self._y = self._y * _FADE + times
         self._xx = self._xx * _FADE + others * others
         self._xy = self._xy * _FADE + others * times
-
-    @property
-    def level(self) -> float:
-        """How much longer everything takes lately, as a logarithm."""
-        return self._level
-
-    def measured(self, expected_s: float, took_s: float, level: float) -> None:
-        """A prompt was expected to have its first token after ``expected_s``, when ``level`` was
-        what it is now or, behind a queue, long ago: what has been learnt since then is not to be
-        learnt once more. Else the longer the queue, the wilder the level swings."""
-        error = math.log((max(0.0, took_s) + NOISE_S) / (max(0.0, expected_s) + NOISE_S))
-        error = min(1.0, max(-1.0, error))
-        found = self._level * LEVEL_FADE + LEVEL_STEP * (level + error - self._level)
-        self._level = min(LEVEL_MAX, max(-LEVEL_MAX, found))

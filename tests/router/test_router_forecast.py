@@ -4,7 +4,6 @@ servers that slow each other down."""
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import count
 from random import Random
 from statistics import median
@@ -13,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mooncake.router.fit import Kin, WorkFit
+from sglang_mooncake.router.fit import Kin, Work, WorkFit
 from sglang_mooncake.router.placement import Look, Placed, PrefillView, expect
 from sglang_mooncake.router.prefill_queue import Batches, Spent, left_s
 from sglang_mooncake.router.servers import Server
 from sglang_mooncake.router.sglang_http import Told
-from sglang_mooncake.router.sharing import LEVEL_MAX, SHARE_MAX, Host
+from sglang_mooncake.router.sharing import SHARE_MAX, Host
 
 SECONDS = st.floats(-1e3, 1e9)
 
@@ -59,19 +58,18 @@ def test_a_batch_ends_soon_after_its_first_prompt() -> None:
     never ends."""
     batches, found = Batches(), 0
     for n in range(100):
-        found += batches.add(10, 50, Spent(0.05, 0.0), 1.0 + 0.05 * n) is not None
+        found += batches.add(Work(10, 50), Spent(0.05, 0.0), 1.0 + 0.05 * n) is not None
     assert found > 20
     batches = Batches()
-    assert batches.add(100, 5000, Spent(1.0, 0.5), 1.0) is None
-    assert batches.add(50, 1250, Spent(0.09, 0.0), 1.09) is None
+    assert batches.add(Work(100, 5000, 100), Spent(1.0, 0.5), 1.0) is None
+    assert batches.add(Work(50, 1250, 60), Spent(0.09, 0.0), 1.09) is None
     assert batches.take(1.1) is None
-    assert batches.add(7, 25, Spent(0.02, 0.0), 1.11) == (
-        150,
-        6250,
+    assert batches.add(Work(7, 25), Spent(0.02, 0.0), 1.11) == (
+        (150, 6250, 160),
         (1.09, 0.5),
         pytest.approx(1.1),
     )
-    assert batches.take(2.0) == (7, 25, (0.02, 0.0), pytest.approx(1.112))
+    assert batches.take(2.0) == ((7, 25, 0), (0.02, 0.0), pytest.approx(1.112))
     assert batches.take(2.0) is None
 
 
@@ -124,13 +122,12 @@ def test_how_much_servers_slow_each_other_down_is_learnt(share: float) -> None:
         took_s = (0.1 + 1e-3 * tokens) * (1 + share * others)
         alone_s = took_s / host.slowdown(others)
         if fit.learnt:
-            host.learn(others, took_s, fit.work_s(tokens))
-        host.measured(fit.work_s(tokens) * host.slowdown(others), took_s, host.level)
-        fit.learn(tokens, alone_s)
+            host.learn(others, took_s, fit.work_s(Work(tokens)))
+        fit.learn(Work(tokens), alone_s)
         fit.counted()
     assert host.share == pytest.approx(share, abs=0.1)
     for others in (0.0, 1.0, 2.0):
-        expected_s = fit.work_s(1000) * host.slowdown(others)
+        expected_s = fit.work_s(Work(1000)) * host.slowdown(others)
         assert expected_s == pytest.approx(1.1 * (1 + share * others), rel=0.1)
 
 
@@ -155,46 +152,16 @@ def test_servers_of_one_host_are_expected_to_be_slower_while_others_are_at_work(
     assert far.figures(look, 1e5).slowdown == 1.0
 
 
-@given(
-    learnt=st.lists(st.tuples(st.floats(0, 1e6), SECONDS, SECONDS), max_size=40),
-    measured=st.lists(st.tuples(SECONDS, SECONDS, st.floats(-LEVEL_MAX, LEVEL_MAX)), max_size=40),
-)
+@given(st.lists(st.tuples(st.floats(0, 1e6), SECONDS, SECONDS), max_size=40))
 def test_nothing_that_is_measured_makes_a_host_infinitely_slow(
-    learnt: list[tuple[float, float, float]], measured: list[tuple[float, float, float]]
+    learnt: list[tuple[float, float, float]],
 ) -> None:
     host = Host()
     for one in learnt:
         host.learn(*one)
-    for each in measured:
-        host.measured(*each)
     assert 0.0 <= host.share <= SHARE_MAX
-    assert abs(host.level) <= LEVEL_MAX
-    assert 0.2 < host.slowdown(0.0) < 4.6
+    assert host.slowdown(0.0) == 1.0
     assert host.slowdown(3.0) >= host.slowdown(0.0)
-
-
-def test_a_host_that_becomes_busier_is_followed_and_forgotten() -> None:
-    host = Host()
-    for _ in range(20):
-        host.measured(host.slowdown(0.0), 2.0, host.level)
-    assert 1.5 < host.slowdown(0.0) < 2.1
-    for _ in range(40):
-        host.measured(host.slowdown(0.0), 1.0, host.level)
-    assert host.slowdown(0.0) == pytest.approx(1.0, rel=0.1)
-
-
-def test_a_queue_does_not_make_the_level_swing() -> None:
-    """What a prompt took is known when thirty others were expected after it."""
-    host, levels = Host(), list[float]()
-    queue = deque[tuple[float, float]]()
-    for _ in range(400):
-        queue.append((host.slowdown(0.0), host.level))
-        levels.append(host.slowdown(0.0))
-        if len(queue) > 30:
-            expected_s, level = queue.popleft()
-            host.measured(expected_s, 2.0, level)
-    assert min(levels[200:]) > 1.7
-    assert max(levels[200:]) < 2.0
 
 
 @pytest.mark.parametrize("strange_s", [0.0, 1e-6, 60.0, 1e7])
@@ -204,13 +171,13 @@ def test_a_strange_measurement_spoils_nothing(strange_s: float) -> None:
     for n in range(300):
         tokens, others = random.randrange(10, 2000), random.choice([0.0, 1.0])
         took_s = (0.1 + 1e-3 * tokens) * (1 + 0.5 * others)
-        expected_s = fit.work_s(tokens) * host.slowdown(others)
+        expected_s = fit.work_s(Work(tokens)) * host.slowdown(others)
         if n % 25 == 24:
             took_s = strange_s
         elif n > 100:
             errors.append(abs(expected_s - took_s) / took_s)
-        host.learn(others, took_s, fit.work_s(tokens))
-        fit.learn(tokens, took_s / host.slowdown(others))
+        host.learn(others, took_s, fit.work_s(Work(tokens)))
+        fit.learn(Work(tokens), took_s / host.slowdown(others))
     assert median(errors) < 0.2
 
 

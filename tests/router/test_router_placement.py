@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import token_names
 
-from sglang_mooncake.router.fit import Kin, WorkFit, pairs_of
+from sglang_mooncake.router.fit import Kin, Work, WorkFit, work_of
 from sglang_mooncake.router.known import KnownPages, first_of, without_gap
 from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.looking import PAGE_TOKENS, Looker
@@ -277,10 +277,10 @@ def test_the_ends_of_old_prompts_are_forgotten_first() -> None:
 def test_a_line_is_found_again(fixed_ms: int, token_us: int, tokens: list[int]) -> None:
     fit = WorkFit()
     for count in tokens:
-        fit.learn(count, fixed_ms / 1e3 + count * token_us / 1e6)
+        fit.learn(work_of(count, 0), fixed_ms / 1e3 + count * token_us / 1e6)
     for count in tokens:
         took_s = fixed_ms / 1e3 + count * token_us / 1e6
-        assert fit.work_s(count) == pytest.approx(took_s, rel=0.02, abs=1e-3)
+        assert fit.work_s(work_of(count, 0)) == pytest.approx(took_s, rel=0.02, abs=1e-3)
 
 
 @given(
@@ -297,14 +297,48 @@ def test_what_attention_takes_is_found(
     """A token takes the longer the more tokens are before it, cached or not."""
     fit = WorkFit()
 
-    def took_s(computed: int, pairs: float) -> float:
-        return fixed_ms / 1e3 + token_us / 1e6 * (computed + bend * pairs)
+    def took_s(work: Work) -> float:
+        return fixed_ms / 1e3 + token_us / 1e6 * (work.computed + bend * work.pairs)
 
-    works = [(computed, pairs_of(computed, cached)) for computed, cached in prompts]
-    for computed, pairs in works:
-        fit.learn(computed, took_s(computed, pairs), pairs)
-    errors = [abs(fit.work_s(*one) / took_s(*one) - 1) for one in works]
+    works = [work_of(computed + cached, cached) for computed, cached in prompts]
+    for work in works:
+        fit.learn(work, took_s(work))
+    errors = [abs(fit.work_s(one) / took_s(one) - 1) for one in works]
     assert median(errors) < 0.1
+
+
+@given(
+    fixed_ms=st.integers(0, 100),
+    token_us=st.integers(10, 1000),
+    hand_over_us=st.integers(0, 1000),
+    random=st.randoms(use_true_random=False),
+)
+def test_what_handing_over_takes_is_found(
+    fixed_ms: int, token_us: int, hand_over_us: int, random: Random
+) -> None:
+    """All tokens are handed over, cached or not."""
+    fit = WorkFit()
+
+    def took_s(work: Work) -> float:
+        return fixed_ms / 1e3 + token_us / 1e6 * work.computed + hand_over_us / 1e6 * work.tokens
+
+    lengths = [random.randrange(10, 4000) for _ in range(40)]
+    works = [work_of(one, one * random.choice([0.0, 0.5, 0.99])) for one in lengths]
+    for work in works:
+        fit.learn(work, took_s(work))
+    errors = [abs(fit.work_s(one) / took_s(one) - 1) for one in works]
+    assert median(errors) < 0.05
+
+
+def test_a_token_that_is_computed_costs_time_whatever_was_measured() -> None:
+    """Else a cache would be of no use."""
+    fit = WorkFit()
+    for n in range(1, 50):
+        fit.learn(work_of(1000 + n, 20 * n), 1.0 + 0.01 * n)
+    for n in range(1, 50):
+        fit.learn(work_of(1000, 0), 1.0 + 0.01 * n)
+    assert fit.times.token_s > 0.0
+    assert min(fit.times) >= 0.0
 
 
 def test_chance_bends_no_line_far() -> None:
@@ -315,12 +349,10 @@ def test_chance_bends_no_line_far() -> None:
         for _ in range(100):
             tokens = random.randrange(10, 1000)
             took_s = (0.1 + 1e-3 * tokens) * random.lognormvariate(0.0, 0.3)
-            fit.learn(tokens, took_s, pairs_of(tokens, 0))
+            fit.learn(work_of(tokens, 0), took_s)
         for tokens in (100, 500, 1000):
-            assert fit.work_s(tokens, pairs_of(tokens, 0)) == pytest.approx(
-                0.1 + 1e-3 * tokens, rel=0.3
-            )
-        assert 5.0 < fit.work_s(50_000, pairs_of(50_000, 0)) < 500.0
+            assert fit.work_s(work_of(tokens, 0)) == pytest.approx(0.1 + 1e-3 * tokens, rel=0.3)
+        assert 5.0 < fit.work_s(work_of(50_000, 0)) < 500.0
 
 
 def test_what_is_expected_counts_attention_to_what_is_cached() -> None:
@@ -334,40 +366,40 @@ def test_what_is_expected_counts_attention_to_what_is_cached() -> None:
 def test_a_fit_is_never_negative(points: list[tuple[int, float]]) -> None:
     fit = WorkFit()
     for tokens, took_s in points:
-        fit.learn(tokens, took_s)
+        fit.learn(work_of(tokens, tokens / 2), took_s)
         assert min(fit.times) >= 0.0
 
 
 def test_a_server_that_has_become_slower_is_seen_to_be() -> None:
     fit = WorkFit()
     for took_s in [0.1] * 100 + [0.3] * 300:
-        fit.learn(1000, took_s)
-    assert fit.work_s(1000) == pytest.approx(0.3, rel=0.05)
+        fit.learn(Work(1000), took_s)
+    assert fit.work_s(Work(1000)) == pytest.approx(0.3, rel=0.05)
 
 
 def test_a_server_whose_first_prompt_was_slow_is_taken_to_be_like_its_kin() -> None:
     kin = Kin()
     slow, fast = WorkFit(kin), WorkFit(kin)
-    slow.learn(16, 4.0)
-    assert slow.work_s(1000) > 10.0
+    slow.learn(Work(16), 4.0)
+    assert slow.work_s(Work(1000)) > 10.0
     for n in range(1, 30):
-        fast.learn(100 * n, 0.1 * n)
-    few_s = slow.work_s(1000)
+        fast.learn(Work(100 * n), 0.1 * n)
+    few_s = slow.work_s(Work(1000))
     assert few_s < 2.5
-    assert fast.work_s(1000) == pytest.approx(1.0, rel=0.1)
+    assert fast.work_s(Work(1000)) == pytest.approx(1.0, rel=0.1)
     for n in range(1, 1000):
-        fast.learn(100 * (n % 30), 0.1 * (n % 30))
-    assert slow.work_s(1000) == pytest.approx(fast.work_s(1000), rel=0.1)
+        fast.learn(Work(100 * (n % 30)), 0.1 * (n % 30))
+    assert slow.work_s(Work(1000)) == pytest.approx(fast.work_s(Work(1000)), rel=0.1)
 
 
 def test_a_server_that_is_slower_than_its_kin_is_seen_to_be() -> None:
     kin = Kin()
     slow, fast = WorkFit(kin), WorkFit(kin)
     for n in range(200):
-        slow.learn(100 * (n % 30), 0.3 * (n % 30))
-        fast.learn(100 * (n % 30), 0.1 * (n % 30))
-    assert slow.work_s(1000) == pytest.approx(3.0, rel=0.15)
-    assert fast.work_s(1000) == pytest.approx(1.0, rel=0.25)
+        slow.learn(Work(100 * (n % 30)), 0.3 * (n % 30))
+        fast.learn(Work(100 * (n % 30)), 0.1 * (n % 30))
+    assert slow.work_s(Work(1000)) == pytest.approx(3.0, rel=0.15)
+    assert fast.work_s(Work(1000)) == pytest.approx(1.0, rel=0.25)
 
 
 # --- the choice ---
