@@ -125,7 +125,7 @@ class Peer:
             last_error=next((one.reason for one in rails if one.reason), ""),
         )
 
-    def write(self, blocks: Blocks, tag: int = 0) -> Transfer:
+    def write(self, blocks: Blocks, tag: int = 0, *, is_awaited: bool = False) -> Transfer:
         """Begins to copy ``blocks`` from this engine's memory into the peer's; returns at once.
 
         Every source range must be registered with this engine, and stays registered until the
@@ -141,7 +141,9 @@ class Peer:
 
         Where nothing else is to be sent, up to 64 KiB are sent by this thread, with the interpreter
         lock. So a page that the kernel has to fetch first, of swap space or of a mapped file, holds
-        up every thread of the interpreter for that long.
+        up every thread of the interpreter for that long. ``is_awaited``: the caller waits for it
+        next, and for nothing else meanwhile. Then over TCP up to 1 MiB and 64 KiB are sent by this
+        thread, and without that lock above 64 KiB.
 
         Raises:
             te.BoundsError: a source range is not registered; no byte has moved.
@@ -150,14 +152,14 @@ class Peer:
         """
         if tag:
             check_tag(tag)
-        return self._submit(blocks, tag, is_read=False)
+        return self._submit(blocks, tag, is_read=False, is_awaited=is_awaited)
 
     def read(self, blocks: Blocks) -> Transfer:
         """Begins to copy ``blocks`` from the peer's memory (``src``) into this engine's (``dst``).
 
         Every ``dst`` range must be registered with this engine; the peer checks that every ``src``
-        range lies in its regions and may be read. Over TCP, up to 256 KiB land in the thread
-        that waits for them. When a read has failed, pieces of it may still be
+        range lies in its regions and may be read. Over TCP, up to 1 MiB and 64 KiB land in the
+        thread that waits for them. When a read has failed, pieces of it may still be
         landing: call ``Transfer.cancel`` before the memory is reused.
 
         Raises:
@@ -198,9 +200,11 @@ class Peer:
             text = self._memory.trouble
         return sentence(self._label, code, errnum, text, self._config.stall_timeout_s)
 
-    def _submit(self, blocks: Blocks, tag: int, is_read: bool) -> Transfer:
+    def _submit(
+        self, blocks: Blocks, tag: int, *, is_read: bool, is_awaited: bool = False
+    ) -> Transfer:
         limit = self._config.max_queued_transfers
-        result = self._link.submit(blocks, tag, is_read, limit)
+        result = self._link.submit(blocks, tag, is_read, limit, is_awaited)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")
         if isinstance(result, int):

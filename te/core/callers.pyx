@@ -114,11 +114,17 @@ cdef bint on_cancel(Command *c) noexcept nogil:
 
 
 cdef void submit(Transfer *t) noexcept:
+    cdef bint is_ordered
     add32(&t.refs, 1)
     t.is_late = load32(&t.link.dead) != 0
     t.submitting.run = on_submit
     t.submitting.of = t
-    if order(t.link, &t.submitting):
+    if t.is_awaited and not t.is_read and t.total > INLINE_BYTES:
+        with nogil:  # Sending it takes long, and behind it this thread waits without the lock anyway.
+            is_ordered = order(t.link, &t.submitting)
+    else:
+        is_ordered = order(t.link, &t.submitting)
+    if is_ordered:
         return
     lock_as_caller(&t.link.lock)
     transfer_settle(t, FAILED, LINK_DIED)

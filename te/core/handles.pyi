@@ -41,8 +41,10 @@ class LinkHandle:
         tag: int,
         is_read: bool,
         unfinished_max: int,
+        is_awaited: bool = False,
     ) -> TransferHandle | int | None:
-        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``.
+        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. ``is_awaited``: see
+        ``te.Peer.write``; each read is.
 
         Instead of a handle: the index of the first block whose local side is not registered, or
         None when the link has ``unfinished_max`` unfinished transfers.

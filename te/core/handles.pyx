@@ -7,7 +7,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport INLINE_BYTES, ONE_FRAME_BYTES, await_answer, call_off, submit
+from te.core.callers cimport AWAITED_BYTES, INLINE_BYTES, await_answer, call_off, submit
 from te.core.engine cimport death_of, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
@@ -110,13 +110,15 @@ cdef class LinkHandle:
             polled_kick(k.connections[0])
         return fits
 
-    def submit(self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max):
+    def submit(
+        self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max, bint is_awaited=False
+    ):
         cdef Py_buffer view
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
         try:
             return submit_blocks(
                 self, <Block *>view.buf, view.len / sizeof(Block), total, tag, is_read,
-                unfinished_max)
+                unfinished_max, is_awaited)
         finally:
             PyBuffer_Release(&view)
 
@@ -149,7 +151,8 @@ cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept n
 
 
 cdef object submit_blocks(
-    LinkHandle link, Block *blocks, u64 n, u64 total, u64 tag, bint is_read, u32 unfinished_max
+    LinkHandle link, Block *blocks, u64 n, u64 total, u64 tag, bint is_read, u32 unfinished_max,
+    bint is_awaited
 ):
     cdef Plane *p = link.k.plane
     cdef Link *k = link.k
@@ -185,11 +188,12 @@ cdef object submit_blocks(
         free(scan.touched)
         blocks_free(k, scan.out)
         return scan.bad
-    return enqueue(link, &scan, total, tag, is_read, unfinished_max)
+    return enqueue(link, &scan, total, tag, is_read, unfinished_max, is_awaited)
 
 
 cdef object enqueue(
-    LinkHandle link, Scan *scan, u64 total, u64 tag, bint is_read, u32 unfinished_max
+    LinkHandle link, Scan *scan, u64 total, u64 tag, bint is_read, u32 unfinished_max,
+    bint is_awaited
 ):
     cdef Link *k = link.k
     cdef Transfer *t
@@ -204,6 +208,7 @@ cdef object enqueue(
     t = transfer_new(k, is_read, tag, scan.out, scan.out_n, total, held, held_n)
     t.submitted_ns = scan.begun_ns
     t.asked = scan.asked
+    t.is_awaited |= is_awaited
     k.ops.prepare(t, is_shared)
     if add32(&k.unfinished, 1) > unfinished_max:
         add32(&k.unfinished, -1)
@@ -271,7 +276,7 @@ cdef class TransferHandle:
             until_locked = min(until, t.submitted_ns + KEEP_LOCK_NS)
             if now < until_locked:
                 await_answer(t, &t.link.spin, until_locked)
-        if load32(&t.status) == PENDING and t.total <= (ONE_FRAME_BYTES if t.is_read else INLINE_BYTES):
+        if load32(&t.status) == PENDING and t.total <= (AWAITED_BYTES if t.is_awaited else INLINE_BYTES):
             spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:
                 await_answer(t, &spin, min(until, now_ns() + AWAIT_NS))

@@ -99,6 +99,7 @@ cdef struct Transfer:
     Link *link
     bint is_read
     bint is_reply  # it serves a peer's read; nobody here has a handle of it
+    bint is_awaited  # a thread waits for it at once, here or, of a reply, at the peer
     bint is_late  # the link was dead when it was submitted
     int sends_at_once  # in so many calls at most, once it is submitted; 0: it is left to the connections' workers
     Block *blocks

@@ -5,7 +5,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset
-from te.core.callers cimport ONE_FRAME_BYTES
+from te.core.callers cimport one_frame_bytes
 from te.core.frames cimport LOST, MOVED, Moved, for_callers, frame_read, leave_to_worker, queue_answer
 from te.core.heap cimport need
 from te.core.inbound cimport *
@@ -184,7 +184,7 @@ cdef void serve_read(Connection *c) noexcept nogil:
     if good:
         transfer_list(t)
         # A small one is sent by this connection, in this turn: to wake the others up would cost more.
-        if t.total > ONE_FRAME_BYTES or link.issue != t or c.out_left:
+        if t.total > one_frame_bytes(c, True) or link.issue != t or c.out_left:
             link_kick(link)
     else:
         queue_answer(c, c.head.transfer, REFUSED, reason)

@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
-from te.core.callers cimport INLINE_BYTES, ONE_FRAME_BYTES, call_off
+from te.core.callers cimport AWAITED_BYTES, INLINE_BYTES, call_off, one_frame_bytes
 from te.core.connections cimport connections_free
 from te.core.frames cimport LOST, MOVED, WAITING, leave_to_worker, queue_frame
 from te.core.heap cimport need
@@ -60,7 +60,7 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
     else:
         s.frame = frame
         s.ahead = ahead
-        t.sends_at_once = t.total <= INLINE_BYTES
+        t.sends_at_once = t.total <= (AWAITED_BYTES if t.is_awaited else INLINE_BYTES)
 
 
 cdef void settled(Transfer *t) noexcept nogil:
@@ -204,9 +204,10 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
     cdef Sending *s = <Sending *>t.own
     if t.stage == QUEUED:
         advance(t, BEGINS)
-        # Small transfers of several segments are spread too, but not below 256 KiB a segment.
+        # Small transfers of several segments are spread too, but not below 256 KiB a segment, or what a
+        # calling thread lands.
         s.segment_bytes = min(
-            max(t.total / (4 * rails_of(link)), <u64>ONE_FRAME_BYTES),
+            max(t.total / (4 * rails_of(link)), one_frame_bytes(c, t.is_awaited)),
             min(link.plane.segment_bytes, most))
     if t.is_read:
         (<Streams *>link.own).reads_asked += 1

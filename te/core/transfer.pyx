@@ -51,7 +51,7 @@ cdef Transfer *transfer_new(
     cdef Transfer *t = <Transfer *>need(sizeof(Transfer) + link.ops.transfer_bytes)
     add32(&link.refs, 1)
     t.link = link
-    t.is_read = is_read
+    t.is_read = t.is_awaited = is_read
     t.tag = tag
     t.blocks = blocks
     t.n = t.asked = n
@@ -74,7 +74,7 @@ cdef void transfer_drop(Transfer *t) noexcept nogil:
 
 
 cdef void transfer_serve(Transfer *t) noexcept nogil:
-    t.is_reply = True
+    t.is_reply = t.is_awaited = True
     add64(&t.link.reply_blocks, t.n)
     add64(&t.link.plane.reply_blocks, t.n)
 

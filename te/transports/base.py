@@ -157,10 +157,17 @@ class OutgoingLink:
         return plain_rails(flows, self.rail_names, self.rails)
 
     def submit(
-        self, blocks: Blocks, tag: int, is_read: bool, unfinished_max: int
+        self,
+        blocks: Blocks,
+        tag: int,
+        is_read: bool,
+        unfinished_max: int,
+        is_awaited: bool = False,
     ) -> TransferHandle | int | None:
         """Begins a write, or a read; see ``LinkHandle.submit``."""
-        return self.handle.submit(blocks.array, blocks.total_nbytes, tag, is_read, unfinished_max)
+        return self.handle.submit(
+            blocks.array, blocks.total_nbytes, tag, is_read, unfinished_max, is_awaited
+        )
 
     def close(self) -> None:
         """Drops the connections; returns at once, idempotent."""

@@ -54,8 +54,10 @@ LONGER_S: Final = 2 * STALL_S
 CHECK_S: Final = 0.3
 #: Of a transfer that callers leave to workers; and of a read for which a peer is asked in two
 #: frames, which one may answer.
-LARGE: Final = 1 << 20
-WORKERS: Final = 1 << 19
+LARGE: Final = 1 << 21
+WORKERS: Final = 1 << 21
+#: Of a write that a caller sends itself if it waits for it, and else leaves to workers.
+AWAITED: Final = 1 << 20
 #: More than a worker takes from a link's beginning to the end of its first transfers.
 LOCKS: Final = 40
 WC_RETRY_EXC_ERR: Final = 12  # ibv_poll_cq(3): nobody answers at the other end
@@ -168,6 +170,28 @@ def a_caller_reads_while_its_worker_stands_still() -> None:
             assert (dst == turn).all()
             assert take_ack(sock) == (turn, AckStatus.LANDED)
         number("goes_on").value = 1
+
+
+def a_caller_sends_what_it_waits_for() -> None:
+    """In one frame, while its worker stands still. What the connection does not take at once is the
+    worker's."""
+    src, before = np.arange(AWAITED, dtype=np.uint8), tasks()
+    for room in (0, 1 << 12):
+        config = replace(CONFIG, socket_buffer_bytes=room)
+        with RawListener("tcp") as listener, te.Engine(config) as engine:
+            engine.register(src)
+            peer, sock = listener.connect(engine)
+            await_sleep(before)
+            number("goes_on").value, number("holds_next_worker").value = room, not room
+            blocks = te.Blocks.of(src.ctypes.data, FAR, AWAITED)
+            write = peer.write(blocks, is_awaited=True)
+            frame = read_exactly(sock, HEADER.size + LANDING.itemsize + AWAITED + len(trailer()))
+            assert frame is not None
+            assert frame[HEADER.size + LANDING.itemsize : -len(trailer())] == src.tobytes()
+            sock.sendall(ack(1, AckStatus.LANDED))
+            wait_for_caller(write)
+            assert write.poll() is te.Status.DONE
+            number("goes_on").value = 1
 
 
 def a_caller_finds_a_lock_taken() -> None:
@@ -299,18 +323,18 @@ def reply_to(transfer: int, to: Any, byte: int, number: int = 0) -> bytes:
     return head + bytes([byte]) * to.nbytes + trailer()
 
 
-def wait_for_caller(read: te.Transfer, *, loses_locks: bool = False) -> None:
+def wait_for_caller(transfer: te.Transfer, *, loses_locks: bool = False) -> None:
     """A calling thread looks for a few milliseconds at a time; once it has lost a lock the worker
     goes on."""
 
     def is_over() -> bool:
         with contextlib.suppress(te.TransferFailed):
-            wait_a_moment(read, 0.01)
+            wait_a_moment(transfer, 0.01)
         if loses_locks and not number("fails_lock").value:
             number("goes_on").value = 1
-        return read.poll() is not te.Status.PENDING
+        return transfer.poll() is not te.Status.PENDING
 
-    wait_until(is_over, "the read is over")
+    wait_until(is_over, "it is over")
 
 
 def take_ack(sock: Any) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # TCP: the source sends the bytes, and the kernel scatters them to where they belong.
 
-from te.core.callers cimport ONE_FRAME_BYTES
+from te.core.callers cimport AWAITED_BYTES
 from te.core.channels cimport Channel
 from te.core.engine cimport Engine
 from te.core.handles cimport LinkHandle
@@ -21,7 +21,7 @@ import os
 cdef Ops OPS = sending_ops()
 OPS.name = b"tcp"
 cdef Protocol PROTOCOL = receiving_protocol(OVER_TCP)
-PROTOCOL.reply_most = ONE_FRAME_BYTES
+PROTOCOL.reply_most = AWAITED_BYTES
 
 
 cdef class TcpLink(LinkHandle):
