@@ -138,6 +138,7 @@ def additions(
 def lay(
     blocks: npt.NDArray[np.void],
     slots: U64,
+    unit: int,
     offset: int,
     addresses: U64,
     sizes: U64,
@@ -148,7 +149,8 @@ def lay(
     sums wrap.
 
     Args:
-        slots: where they begin, shape (n,); the first piece lies ``offset`` bytes behind that.
+        slots, unit: where they begin, in units of so many bytes, shape (n,); the first piece lies
+            ``offset`` bytes behind that.
         addresses, sizes: see ``take``.
     """
 

@@ -460,7 +460,9 @@ cdef Py_ssize_t lay_one(
     return made
 
 
-def lay(object blocks, object slots, u64 offset, object addresses, object sizes, bint to_slots):
+def lay(
+    object blocks, object slots, u64 unit, u64 offset, object addresses, object sizes, bint to_slots
+):
     cdef Py_ssize_t i, n = len(slots), count = len(sizes), made = 0
     cdef View of = View(sizes, 8 * count), where = View(slots, 8 * n)
     cdef View at = View(addresses, 8 * n * count), to = View(blocks, sizeof(Block) * len(blocks), True)
@@ -468,7 +470,7 @@ def lay(object blocks, object slots, u64 offset, object addresses, object sizes,
         raise ValueError(f"{n * count} blocks do not fit {len(blocks)}")
     for i in range(n):
         made = lay_one(
-            <Block *>to.of.buf, made, where.words()[i] + offset, at.words() + i * count, of, count,
+            <Block *>to.of.buf, made, where.words()[i] * unit + offset, at.words() + i * count, of, count,
             to_slots)
     return made
 

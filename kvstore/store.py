@@ -427,6 +427,9 @@ class Store:
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:
     """Adds outcomes to counts by their values. Hashing each would take longer than copying it."""
+    if len(outcomes) and outcomes.count(outcomes[0]) == len(outcomes):
+        counts[outcomes[0].value] += len(outcomes)
+        return
     for one in kind:
         if number := outcomes.count(one):
             counts[one.value] += number

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from kvstore.owner.claims import CLAIM_OBJECTS_MAX
 
 __all__ = ["Puts"]
 
+Rows: TypeAlias = range | npt.NDArray[np.intp]
+
 
 class Puts:
     """The puts of one process. Thread-safe."""
@@ -38,6 +41,10 @@ class Puts:
         outcomes = [Put.UNREACHABLE] * len(keys)
         fingerprint = fingerprint_of(signature, source.object_bytes)
         places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_puts)
+        if self._copies == 1 and not np.count_nonzero(places["copies"]):
+            numbers = self._owners.storing()
+            if len(numbers) == 1:  # The most frequent case, without a dozen calls of numpy.
+                return list(self._put_at(numbers[0], keys, signature, source, deadline))
         missing = self._copies - places["copies"].astype(np.intp)
         for row in np.flatnonzero(missing <= 0).tolist():
             outcomes[row] = Put.EXISTS
@@ -74,13 +81,14 @@ class Puts:
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
     ) -> Sequence[Put]:
         """Stores objects at one owner, apart from those that it has."""
-        rows = np.arange(len(keys), dtype=np.intp)
+        rows: Rows = range(len(keys))
         if self._copies > 1:  # Else nobody has them.
             fingerprint = fingerprint_of(signature, source.object_bytes)
             rows = np.flatnonzero(self._owners.held_by(number, keys, fingerprint)["copies"] == 0)
         handle = self._owners.handle(number) if len(rows) else None
         if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
             return self._put_group(handle, keys, signature, source, deadline)
+        rows = np.asarray(rows, np.intp)
         outcomes = [Put.EXISTS] * len(keys)
         for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
             some = rows[first : first + CLAIM_OBJECTS_MAX]

@@ -229,6 +229,8 @@ class Group:
     def took_s(self) -> float:
         """From the begin of the first read to the end of the last one, or until now: whenever they
         were waited for."""
+        if len(self.begun_s) == 1:
+            return self.transfers[0].duration_s
         ends_s = (
             begun_s + transfer.duration_s
             for begun_s, transfer in zip(self.begun_s, self.transfers, strict=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,15 +62,13 @@ class ReadLately:
 
     def has(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of these were."""
-        return np.array(list(self._were(keys)), np.bool_)
+        now, before = self._now, self._before
+        return np.array([one in now or one in before for one in each_of(keys)], np.bool_)
 
     def has_any(self, keys: Keys) -> bool:
         """Whether some of these were."""
-        return any(self._were(keys))
-
-    def _were(self, keys: Keys) -> Iterator[bool]:
-        now, before = self._now, self._before
-        return (one in now or one in before for one in each_of(keys))
+        names = each_of(keys)
+        return not (self._now.isdisjoint(names) and self._before.isdisjoint(names))
 
 
 def each_of(keys: Keys) -> list[bytes]:
@@ -83,7 +81,8 @@ def each_of(keys: Keys) -> list[bytes]:
 class _Far:
     """One owner that something is wanted of."""
 
-    peer: te.Peer | None = None
+    #: While it is connected to.
+    source: Source | None = None
     #: Where it was when it was connected to, or tried, the last time.
     where: Lender | None = None
     #: When it may be connected to, by the monotonic clock.
@@ -91,9 +90,14 @@ class _Far:
     pause_s: float = PAUSE_S
 
     @property
-    def live_peer(self) -> te.Peer | None:
-        peer = self.peer
-        return peer if peer is not None and peer.alive else None
+    def peer(self) -> te.Peer | None:
+        source = self.source
+        return None if source is None else source.link
+
+    @property
+    def live_source(self) -> Source | None:
+        source = self.source
+        return source if source is not None and source.peer.alive else None
 
     def rest(self, now_s: float) -> None:
         """It could not be connected to, or not be read from."""
@@ -112,11 +116,11 @@ class _Far:
     @property
     def was_lost(self) -> bool:
         """Whether it was connected to, or tried, and is not connected now."""
-        return self.live_peer is None and (self.peer is not None or self.try_s > 0)
+        return self.live_source is None and (self.source is not None or self.try_s > 0)
 
     def is_due(self, now_s: float) -> bool:
         """Whether it is to be connected to."""
-        return self.live_peer is None and now_s >= self.try_s
+        return self.live_source is None and now_s >= self.try_s
 
 
 class FarOwners:
@@ -156,13 +160,13 @@ class FarOwners:
         found = np.zeros(OWNERS_MAX, np.bool_)
         now_s = self._clock()
         for number, one in list(self._owners.items()):
-            found[number] = now_s >= one.try_s and one.live_peer is not None
+            found[number] = now_s >= one.try_s and one.live_source is not None
         return found
 
     def is_reachable(self, number: int) -> bool:
         """Whether one owner can be read from now, and written to."""
         one = self._owners.get(number)
-        return one is not None and self._clock() >= one.try_s and one.live_peer is not None
+        return one is not None and self._clock() >= one.try_s and one.live_source is not None
 
     def want(self, numbers: Iterable[int]) -> bool:
         """Something lies there that is to be read; whether ``connect`` has something to do."""
@@ -231,7 +235,7 @@ class FarOwners:
                     continue
                 if one.peer is not None:
                     left.append(one.peer)
-                    one.peer = None
+                    one.source = None
                 if where is None:
                     one.rest(now_s)
                 else:
@@ -249,10 +253,12 @@ class FarOwners:
             one = self._owners.get(number)
             if one is not None:
                 one.where = where
-                if peer is None:
+                if peer is None or where is None:
                     one.rest(self._clock())
                 else:
-                    one.peer, one.pause_s = peer, PAUSE_S
+                    places = where.headers_address, where.slots_address
+                    one.source = Source(number, peer, *places, is_far=True)
+                    one.pause_s = PAUSE_S
         if one is None and peer is not None:  # It is not wanted any more.
             peer.close()
 
@@ -279,13 +285,8 @@ class FarOwners:
 
     def source(self, number: int) -> Source | None:
         """An owner to read from; None if it cannot be read now."""
-        with self._lock:
-            one = self._owners.get(number)
-            peer = None if one is None else one.live_peer
-            where = None if one is None else one.where
-        if peer is None or where is None:
-            return None
-        return Source(number, peer, where.headers_address, where.slots_address, is_far=True)
+        one = self._owners.get(number)
+        return None if one is None else one.live_source
 
     def pause(self, number: int) -> None:
         """It is not read from for a while."""

@@ -27,6 +27,7 @@ from kvstore.client.memory import Memory
 from kvstore.client.reading import Source
 from kvstore.host.far import FarOwners, each_of
 from kvstore.host.handle import EXTRA_S, HostHandle
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.changes import Keys
 from kvstore.objects.copying import Copier
 from kvstore.objects.labels import LABEL_BYTES_MAX, LABEL_OBJECTS_MAX, Label, label_bytes
@@ -48,7 +49,7 @@ from kvstore.protocol.messages import (
 )
 from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.rules.object_table import Verdict
-from kvstore.threads import Threads
+from te.connect.pool import Pool
 from te.forking import Origin
 
 __all__ = ["FarHandle", "FarPuts"]
@@ -138,7 +139,7 @@ class FarPuts:
         self.writer: Final = writer
         self._origin = Origin()
         self._aheads: dict[str, Aheads] = {}
-        self._threads = Threads(1, "kvstore-puts")
+        self._thread = Pool("kvstore-puts", 1)
         self._lock = threading.Lock()
         #: By key: notified once this host knows of it; by owner: once it has granted more slots.
         self._unsettled: dict[bytes, threading.Event] = {}
@@ -152,7 +153,7 @@ class FarPuts:
         """Ends its threads, and waits a while for what is to be told. What has landed is stored,
         also if its owner is not told so."""
         self.settle(None)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.stop()
         self.copier.close()
 
     def storing(self, ranks: bytes) -> _Storing:
@@ -216,10 +217,8 @@ class FarPuts:
             event.set()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """In a thread; in this one if there is none."""
-        try:
-            self._threads.submit(work)
-        except RuntimeError:  # It is closed, or there are no more threads.
+        """In a thread; in this one if there is none: it is closed, or there are no more threads."""
+        if not self._thread.run(work):
             work()
 
     def settle(self, keys: Keys | None) -> None:
@@ -294,9 +293,10 @@ class FarHandle(HostHandle):
         is_stored = False
         try:
             check_unchanged(deadline)
-            slots = self.source.slots(np.array(grant.slots, np.uint64))
-            blocks = pieces.blocks_and_one(slots, room[1], grant.label, label_bytes(len(keys)))
-            transfer = self.source.peer.write(blocks, grant.tag)
+            numbers, slots = np.array(grant.slots, np.uint64), self.source.slots_address
+            label_to = room[1], grant.label, label_bytes(len(keys))
+            blocks = pieces.blocks_and_one(numbers, slots, UNIT_BYTES, *label_to)
+            transfer = self.source.peer.write(blocks, grant.tag, is_awaited=True)
             transfer.wait(deadline.left_s)
             check_unchanged(deadline)
             is_stored = True

@@ -186,6 +186,8 @@ class HostPool:
 
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """See ``Pool``."""
+        if not numbers:
+            return self.ranks
         ranks = bytearray(self.ranks)
         for number in numbers:
             ranks[number] = 0
@@ -195,11 +197,11 @@ class HostPool:
         self, keys: Keys, fingerprint: int, ranks: bytes | None = None, *, asks: bool = False
     ) -> Records:
         """See ``Pool``."""
-        places = np.zeros(len(keys), PLACE)
         link = self._link
         if link is None:
             self._joined()  # Whoever only looks up has it connected to, too.
-            return places
+            return np.zeros(len(keys), PLACE)
+        places = np.empty(len(keys), PLACE)
         if link.puts is not None:
             link.puts.settle(keys)
         ranks = self.ranks if ranks is None else ranks

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -82,6 +83,7 @@ class Found:
     SILENT = 3
 
 
+@lru_cache
 def fingerprint_of(signature: bytes, nbytes: int) -> int:
     """32 bits of a signature's digest and an object's size, which a table can compare fast. The
     slot's header has both in full."""

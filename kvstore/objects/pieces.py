@@ -85,13 +85,18 @@ class Pieces:
         lies ``offset`` bytes behind that.
         """
         array = np.empty(self.addresses.size, te.BLOCK)
-        count = _bytes.lay(array, slots, offset, self.addresses, self.nbytes, to_slots)
+        count = _bytes.lay(array, slots, 1, offset, self.addresses, self.nbytes, to_slots)
         return te.Blocks(array[:count])
 
-    def blocks_and_one(self, slots: U64, source: int, to: int, nbytes: int) -> te.Blocks:
-        """The copies of these pieces into slots, and behind them one of other bytes."""
+    def blocks_and_one(
+        self, numbers: U64, slots: int, unit_bytes: int, source: int, to: int, nbytes: int
+    ) -> te.Blocks:
+        """The copies of these pieces into slots, and behind them one of other bytes. ``numbers``,
+        ``slots``, ``unit_bytes``: see ``blocks_and_headers``."""
         array = np.empty(self.addresses.size + 1, te.BLOCK)
-        count = _bytes.lay(array, slots, 0, self.addresses, self.nbytes, True)
+        count = _bytes.lay(
+            array, numbers, unit_bytes, slots, self.addresses, self.nbytes, to_slots=True
+        )
         array[count] = source, to, nbytes
         return te.Blocks(array[: count + 1])
 

@@ -29,12 +29,12 @@ class Pool:
         self._name = name
         self._threads_max = threads_max
         self._changed = threading.Condition()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
         self._threads = 0
         self._idle = 0
         self._is_stopped = False
 
-    def run(self, function: Callable[[], None]) -> bool:
+    def run(self, function: Callable[[], object]) -> bool:
         """Has ``function``, which may block, run soon; False once this was stopped, and where it
         has no thread and none can be started."""
         with self._changed:
@@ -75,7 +75,7 @@ class Pool:
                 logger.exception("a bug in %s", self._name)
             del function  # Else it would keep what it knows until the next one.
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[], object] | None:
         """None once this was stopped."""
         with self._changed:
             self._idle += 1

@@ -220,7 +220,9 @@ def test_copies_between_slots_and_pieces(
     st.lists(st.integers(0, 40), min_size=1, max_size=6, unique=True),
     st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=4),
 )
-def test_headers_come_behind_their_objects(numbers: list[int], sizes: list[int]) -> None:
+def test_headers_and_a_label_come_behind_their_objects(
+    numbers: list[int], sizes: list[int]
+) -> None:
     count, step, at = len(numbers), sum(sizes), np.array(numbers, np.uint64)
     near = np.arange(count, dtype=np.uint64) * np.uint64(2 * step) + np.uint64(500)
     starts = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
@@ -232,12 +234,15 @@ def test_headers_come_behind_their_objects(numbers: list[int], sizes: list[int])
     ]
     assert blocks.array[: len(objects)].tolist() == objects.array.tolist()
     assert blocks.array[len(objects) :].tolist() == [(*one, HEADER_BYTES) for one in headers]
+    into = pieces.blocks(at * np.uint64(step) + np.uint64(10_000), 0, to_slots=True)
+    more = pieces.blocks_and_one(at, 10_000, step, 70_000, 90_000, 3)
+    assert more.array.tolist() == [*into.array.tolist(), (70_000, 90_000, 3)]
 
 
 def test_copies_need_room() -> None:
     pieces, slots = Pieces.whole([1, 2], 1), np.zeros(2, np.uint64)
     with pytest.raises(ValueError, match="2 blocks do not fit 1"):
-        _bytes.lay(np.empty(1, te.BLOCK), slots, 0, pieces.addresses, pieces.nbytes, True)
+        _bytes.lay(np.empty(1, te.BLOCK), slots, 1, 0, pieces.addresses, pieces.nbytes, True)
     room = np.empty(3, te.BLOCK)
     with pytest.raises(ValueError, match="4 blocks do not fit 3"):
         _bytes.lay_reads(room, slots, 0, 1, 0, pieces.addresses, pieces.nbytes, 0)

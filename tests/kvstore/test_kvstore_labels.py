@@ -14,6 +14,7 @@ from store_meeting import owning
 from store_objects import KEYS, NBYTES, N, filled, handle_of
 
 import te
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.copying import Copier
 from kvstore.objects.labels import LABEL_BYTES_MAX, LABEL_OBJECTS_MAX, Label, label_bytes, label_of
 from kvstore.objects.outcomes import Got, Put
@@ -70,8 +71,9 @@ def write(writer: Store, grant: Grant, room: Room, label: Label) -> None:
     packed = label.pack()
     raw.bytes[0, : len(packed)] = np.frombuffer(packed, np.uint8)
     address = int(raw.pieces.addresses[0, 0])
-    slots = source.slots(np.array(grant.slots[: len(room.pieces)], np.uint64))
-    blocks = room.pieces.blocks_and_one(slots, address, grant.label, len(packed))
+    numbers = np.array(grant.slots[: len(room.pieces)], np.uint64)
+    label_to = address, grant.label, len(packed)
+    blocks = room.pieces.blocks_and_one(numbers, source.slots_address, UNIT_BYTES, *label_to)
     source.peer.write(blocks, grant.tag).wait(TIMEOUT_S)
 
 
