@@ -52,7 +52,7 @@ WORK_WEIGHT: Final = 1.0
 #: so many of all servers: before, they say how far its first figures are off.
 ERRORS_KEPT: Final = 256
 LEARNT: Final = 100
-#: Once it has learnt from so many, what a prompt took longer tells of the host, and not of the first
+#: Once it has learnt from so many, what a prompt took longer tells of the host, and not of first
 #: figures.
 SOUND: Final = 16
 #: Some tens of MB for each server.
