@@ -139,6 +139,7 @@ class FarPuts:
         self.writer: Final = writer
         self._origin = Origin()
         self._aheads: dict[str, Aheads] = {}
+        #: No executor: nobody waits for what it runs, and would need no future.
         self._thread = Pool("kvstore-puts", 1)
         self._lock = threading.Lock()
         #: By key: notified once this host knows of it; by owner: once it has granted more slots.

@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_mooncake.router.cache_view import CacheView
 from sglang_mooncake.router.choice import any_of
-from sglang_mooncake.router.fit import Kin, LoadFit, WorkFit, pairs_of, work_of
+from sglang_mooncake.router.fit import Kin, LoadFit, Times, WorkFit, work_of
 from sglang_mooncake.router.known import KnownPages, first_of
 from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.pages import named_pages, names_of, token_digests
@@ -181,11 +181,9 @@ def expect(tokens: float, figures: Figures) -> Expected:
     """For a prompt of so many tokens. What would take longer to load is computed."""
     missing = max(0.0, tokens - figures.hit_tokens)
     loaded = min(figures.load_tokens, missing) if figures.load_token_s < figures.token_s else 0.0
-    computed = missing - loaded
-    pairs = pairs_of(computed, tokens - computed)
-    computed_s = computed * figures.token_s + pairs * figures.pair_s
-    handed_over_s = tokens * figures.hand_over_s
-    work_s = figures.fixed_s + computed_s + loaded * figures.load_token_s + handed_over_s
+    times = Times(figures.fixed_s, figures.token_s, figures.pair_s, figures.hand_over_s)
+    hits = tokens - missing + loaded
+    work_s = times.work_s(work_of(tokens, hits)) + loaded * figures.load_token_s
     return Expected(figures.queue_s + work_s, work_s, loaded)
 
 
