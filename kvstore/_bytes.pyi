@@ -90,11 +90,13 @@ def expect(
     fingerprint: int,
     magic: int,
     state: int,
-    generations: npt.NDArray[np.uint32],
+    places: npt.NDArray[Any],
     headers: npt.NDArray[Any],
+    slots: U64,
 ) -> None:
-    """Writes headers, dtype ``headers.HEADER``, shape (n,), with checksums of 0. ``keys`` has shape
-    (n, 16), ``generations`` shape (n,). Holds the interpreter's lock, as do those below."""
+    """Writes headers, dtype ``headers.HEADER``, shape (n,), with checksums of 0, and the numbers of
+    their slots. ``keys`` has shape (n, 16), ``places`` dtype ``changes.PLACE``, shape (n,). Holds
+    the interpreter's lock, as do those below."""
 
 def fill(
     headers: npt.NDArray[Any],
@@ -143,12 +145,14 @@ def lay(
     addresses: U64,
     sizes: U64,
     to_slots: bool,
+    behind: tuple[int, int, int] | None = None,
 ) -> int:
     """Writes the copies between slots and pieces to ``blocks``, dtype ``te.BLOCK``, each run that
     is adjacent on both sides as one. Returns how many there are. Nothing is checked but the room;
     sums wrap.
 
     Args:
+        behind: one more copy (source, destination, bytes), which comes last.
         slots, unit: where they begin, in units of so many bytes, shape (n,); the first piece lies
             ``offset`` bytes behind that.
         addresses, sizes: see ``take``.

@@ -109,6 +109,10 @@ cdef struct Header:  # kvstore.objects.headers.HEADER
     u32 generation, fingerprint
     u64 checksum
 
+cdef struct Place:   # kvstore.objects.changes.PLACE
+    u32 slot, generation
+    u64 others
+
 cdef struct Change:  # kvstore.objects.changes.CHANGE
     u8 key[KEY]
     u32 fingerprint, slot, generation, op
@@ -366,13 +370,13 @@ def judge(object found, object wanted, object addresses, object sizes, bint veri
 
 def expect(
     object keys, bytes signature, u64 nbytes, u32 fingerprint, u32 magic, u32 state,
-    object generations, object headers,
+    object places, object headers, object slots,
 ):
     cdef Py_ssize_t i, n = len(headers)
-    cdef View names = View(keys, KEY * n), numbers = View(generations, 4 * n)
-    cdef View to = View(headers, HEADER * n, True)
+    cdef View names = View(keys, KEY * n), at = View(places, sizeof(Place) * n)
+    cdef View to = View(headers, HEADER * n, True), numbers = View(slots, 8 * n, True)
     cdef const u8 *key = <u8 *>names.of.buf
-    cdef const u32 *generation = <u32 *>numbers.of.buf
+    cdef const Place *place = <Place *>at.of.buf
     cdef Header *header = <Header *>to.of.buf
     if len(signature) != SIGNATURE:
         raise ValueError(f"a signature of {len(signature)} bytes, and {SIGNATURE} are needed")
@@ -380,8 +384,9 @@ def expect(
         header[i].magic, header[i].state = magic, state
         memcpy(header[i].key, key + i * KEY, KEY)
         memcpy(header[i].signature, <const u8 *>signature, SIGNATURE)
-        header[i].nbytes, header[i].generation = nbytes, generation[i]
+        header[i].nbytes, header[i].generation = nbytes, place[i].generation
         header[i].fingerprint, header[i].checksum = fingerprint, 0
+        numbers.words()[i] = place[i].slot
 
 
 def fill(
@@ -461,17 +466,23 @@ cdef Py_ssize_t lay_one(
 
 
 def lay(
-    object blocks, object slots, u64 unit, u64 offset, object addresses, object sizes, bint to_slots
+    object blocks, object slots, u64 unit, u64 offset, object addresses, object sizes, bint to_slots,
+    tuple behind=None,
 ):
     cdef Py_ssize_t i, n = len(slots), count = len(sizes), made = 0
+    cdef Block *last
     cdef View of = View(sizes, 8 * count), where = View(slots, 8 * n)
     cdef View at = View(addresses, 8 * n * count), to = View(blocks, sizeof(Block) * len(blocks), True)
-    if n * count > len(blocks):
-        raise ValueError(f"{n * count} blocks do not fit {len(blocks)}")
+    if n * count + (behind is not None) > len(blocks):
+        raise ValueError(f"{n * count + (behind is not None)} blocks do not fit {len(blocks)}")
     for i in range(n):
         made = lay_one(
             <Block *>to.of.buf, made, where.words()[i] * unit + offset, at.words() + i * count, of, count,
             to_slots)
+    if behind is not None:
+        last = &(<Block *>to.of.buf)[made]
+        last.src, last.dst, last.nbytes = behind
+        made += 1
     return made
 
 

@@ -415,8 +415,11 @@ class Store:
     ) -> None:
         """For ``Load`` and ``get``: counts outcomes, and removes objects that are corrupted. Who
         looks these up would find them for ever, and right ones would not be stored."""
+        right = outcomes.count(Got.RIGHT)
+        self._bytes_got += right * nbytes
         _count(self._gets, outcomes, Got)
-        self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
+        if right == len(outcomes):
+            return
         corrupted = [row for row, one in enumerate(outcomes) if one is Got.CORRUPTED]
         if corrupted:
             logger.warning(

@@ -41,6 +41,14 @@ class Blocks:
         array = array.copy()
         self._take(array, _blocks.checked_total(array))
 
+    @classmethod
+    def taking(cls, array: npt.NDArray[np.void]) -> Blocks:
+        """As ``Blocks(array)``, without a copy: nobody may write to the array any more, also where
+        this raises."""
+        self = cls.__new__(cls)
+        self._take(array, _blocks.checked_total(array))
+        return self
+
     def _take(self, array: npt.NDArray[np.void], checked_total: int) -> None:
         """Takes over an ``array`` that nobody else keeps, unless the check has said -1."""
         if checked_total < 0:

@@ -8,9 +8,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import compress
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,8 +38,7 @@ TO_PROMOTE: Final = TO_ASK | {Got.UNREACHABLE}
 """Outcomes of a promotion after which another owner may have a copy."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Which bytes of objects are read: from an offset on as many as the destination has."""
 
     #: Of each object.
@@ -102,7 +99,7 @@ class Gets:
                     if group.found is not None:
                         checksums[list(group.rows)] = group.found["checksum"]
             if outcomes.count(Got.RIGHT) == len(keys):
-                break
+                return outcomes
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
@@ -167,11 +164,12 @@ class Gets:
         """Waits for a group's reads and checks it; its rows get their outcome. ``is_whole``: whole
         objects were read, so that checksums tell whether they are right."""
         group.wait(deadline_s)
-        wrong = Got.CORRUPTED if group.room is None else Got.MOVED
+        at_once = group.room is not None  # Their checksums were known to be compared.
+        wrong = Got.MOVED if at_once else Got.CORRUPTED
         if group.failed is None:
             group.found = group.check(self._rooms, deadline_s)
         if group.failed is None:
-            self.accept(group, destination, outcomes, wrong, is_whole=is_whole)
+            self.accept(group, destination, outcomes, wrong, is_whole=is_whole, is_readable=at_once)
             return
         link = group.source.link
         is_dead = group.failed is Got.UNREACHABLE and (link is None or not link.alive)
@@ -190,14 +188,15 @@ class Gets:
         wrong: Got = Got.CORRUPTED,
         *,
         is_whole: bool = True,
+        is_readable: bool = False,
     ) -> None:
         """For ``Load``: all bytes are there, and their headers were read behind them
         (``Group.found``). Compares checksums; the rows get their outcome. ``wrong``: that of bytes
-        with another checksum."""
+        with another checksum. ``is_readable``: the processor is known to read the destination."""
         assert group.found is not None
         self._measure(group, destination)
         pieces = group.of_all(destination)
-        verify = self._verify and is_whole and self._memory.is_readable(pieces)
+        verify = self._verify and is_whole and (is_readable or self._memory.is_readable(pieces))
         codes = self._copier.judge(group.found, group.wanted, pieces, verify)
         group.tell(codes, outcomes, wrong)
 
@@ -351,8 +350,8 @@ class Gets:
                 self._load_times.measured(lower, took_s, count * nbytes)
 
 
-def _by_way(groups: Sequence[Group], is_readable: bool) -> tuple[list[Group], list[Group]]:
+def _by_way(groups: list[Group], is_readable: bool) -> tuple[list[Group], list[Group]]:
     """Those that are copied out of memory of this host, and those that te reads. ``is_readable``:
     the processor can write the destination."""
-    near = [is_readable and one.source.window is not None for one in groups]
-    return list(compress(groups, near)), list(compress(groups, [not one for one in near]))
+    near = [one for one in groups if is_readable and one.source.window is not None]
+    return near, [one for one in groups if one.source.window is None] if near else groups

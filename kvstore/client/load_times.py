@@ -51,7 +51,10 @@ class LoadTimes:
     def measured(self, source: int, seconds: float, nbytes: int) -> None:
         """A read of so many bytes from a source took so long."""
         with self._lock:
-            self._speeds.setdefault(source, Speed()).took(seconds, nbytes)
+            speed = self._speeds.get(source)
+            if speed is None:
+                speed = self._speeds[source] = Speed()
+            speed.took(seconds, nbytes)
 
     def forget(self, owner: int) -> None:
         """The owner is another one now, or its connection is."""

@@ -41,7 +41,7 @@ class Puts:
         outcomes = [Put.UNREACHABLE] * len(keys)
         fingerprint = fingerprint_of(signature, source.object_bytes)
         places = self._owners.look_up(keys, fingerprint, self._owners.ranks_of_puts)
-        if self._copies == 1 and not np.count_nonzero(places["copies"]):
+        if self._copies == 1 and places["copies"].tobytes().count(0) == len(keys):
             numbers = self._owners.storing()
             if len(numbers) == 1:  # The most frequent case, without a dozen calls of numpy.
                 return list(self._put_at(numbers[0], keys, signature, source, deadline))

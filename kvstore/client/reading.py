@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from kvstore import _bytes
 from kvstore.memory.slab import UNIT_BYTES
 from kvstore.objects.changes import Keys, Records
 from kvstore.objects.copying import Codes, Copier
-from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
+from kvstore.objects.headers import HEADER, HEADER_BYTES, expected_at
 from kvstore.objects.outcomes import Got
 from kvstore.objects.pieces import U64, Pieces
 from kvstore.protocol.calling import Window
@@ -50,8 +51,7 @@ WARN_EVERY_S: Final = 10.0
 _GOT: Final = {_bytes.RIGHT: Got.RIGHT, _bytes.MOVED: Got.MOVED}
 
 
-@dataclass(frozen=True)
-class HeaderRoom:
+class HeaderRoom(NamedTuple):
     """Memory for the headers of one group."""
 
     address: int
@@ -73,30 +73,47 @@ class HeaderRooms:
         self._region: te.Region | None = None
         self._buffer: Any = None
         self._records: Records = np.empty((0, 0), HEADER)
-        self._free = list(range(ROOMS))
+        #: Those that nobody uses: taking one, and giving it back, needs no lock.
+        self._free: list[int] = []
+        self._waiting = 0
         self._condition = threading.Condition()
 
-    def _make(self) -> te.Region:
+    def _make(self) -> None:
+        """With the lock."""
         self._buffer = te.allocate(ROOMS * HEADERS_MAX * HEADER_BYTES)
         self._records = np.frombuffer(self._buffer, HEADER).reshape(ROOMS, HEADERS_MAX)
-        return self._engine().register(self._buffer, remote="none")
+        self._region = self._engine().register(self._buffer, remote="none")
+        self._free += range(ROOMS)
 
     def take(self, timeout_s: float) -> HeaderRoom | None:
         """A room, which must be given back once nothing lands there any more; None if none became
         free in time."""
+        room = self._pop()
+        if room is not None:
+            return room
         with self._condition:
-            if not self._free and not self._condition.wait_for(lambda: self._free, timeout_s):
-                return None
             if self._region is None:
-                self._region = self._make()
+                self._make()
+            self._waiting += 1
+            try:
+                return self._condition.wait_for(self._pop, timeout_s)
+            finally:
+                self._waiting -= 1
+
+    def _pop(self) -> HeaderRoom | None:
+        try:
             room = self._free.pop()
+        except IndexError:
+            return None
+        assert self._region is not None
         address = self._region.address + room * HEADERS_MAX * HEADER_BYTES
-        return HeaderRoom(address, self._records[room], lambda: self._give_back(room))
+        return HeaderRoom(address, self._records[room], partial(self._give_back, room))
 
     def _give_back(self, room: int) -> None:
-        with self._condition:
-            self._free.append(room)
-            self._condition.notify()
+        self._free.append(room)
+        if self._waiting:  # Whoever begins to wait now looks behind that, and finds this room.
+            with self._condition:
+                self._condition.notify()
 
 
 @dataclass(frozen=True)
@@ -168,8 +185,8 @@ class Group:
         """``keys`` and ``places`` are of the whole request, ``rows`` of this group, in order."""
         if len(rows) < len(keys):
             keys, places = keys[rows], places[rows]
-        wanted = expected(keys, signature, nbytes, places["generation"])
-        return cls(source, rows, places["slot"].astype(np.uint64), wanted)
+        wanted, slots = expected_at(keys, signature, nbytes, places)
+        return cls(source, rows, slots, wanted)
 
     def of_all(self, pieces: Pieces) -> Pieces:
         """This group's rows of the memory for the whole request."""
@@ -178,7 +195,7 @@ class Group:
     def tell(self, codes: Codes, outcomes: list[Got], wrong: Got = Got.CORRUPTED) -> None:
         """Gives this group's rows their outcomes. ``wrong``: that of ``_bytes.CORRUPTED``."""
         got = [Got.RIGHT] * len(codes)
-        if np.count_nonzero(codes):  # A tenth of the time of ``any``.
+        if codes.tobytes().count(_bytes.RIGHT) < len(codes):  # A tenth of the time of ``any``.
             got = [wrong if one == _bytes.CORRUPTED else _GOT[one] for one in codes.tolist()]
         if len(got) == len(outcomes):
             outcomes[:] = got
@@ -295,7 +312,8 @@ class Group:
         if self.failed is not None:
             self.cancel()
             return None
-        found = self.room.records[: len(self.rows)].copy()
+        # By way of bytes: numpy copies records field by field.
+        found = np.frombuffer(self.room.records[: len(self.rows)].tobytes(), HEADER)
         self._give_room_back()
         return found
 

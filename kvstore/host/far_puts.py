@@ -180,8 +180,11 @@ class FarPuts:
 
     def aheads_of(self, name: str) -> Aheads:
         """Those of one owner."""
-        with self._lock:
-            return self._aheads.setdefault(name, Aheads())
+        aheads = self._aheads.get(name)
+        if aheads is None:
+            with self._lock:
+                aheads = self._aheads.setdefault(name, Aheads())
+        return aheads
 
     def await_next(self, name: str, timeout_s: float) -> None:
         """Until an owner has answered that grants more slots with its answer."""

@@ -182,7 +182,7 @@ class HostPool:
         """See ``Pool``."""
         link = self._link
         lends = link is None or link.caller.hello.lends
-        return self.ranks_without(() if lends else (OWN,))
+        return self.ranks if lends else b"\0" + self.ranks[OWN + 1 :]
 
     def ranks_without(self, numbers: Collection[int]) -> bytes:
         """See ``Pool``."""
@@ -205,7 +205,8 @@ class HostPool:
         if link.puts is not None:
             link.puts.settle(keys)
         ranks = self.ranks if ranks is None else ranks
-        link.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places)
+        if not link.table.look_up(np.ascontiguousarray(keys), fingerprint, ranks, places):
+            return places  # As before most puts.
         number = sole_owner(places)
         if number == OWN or (number > OWN and not asks and self._reads_itself(link, keys, number)):
             return places

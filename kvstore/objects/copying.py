@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import strerror
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,10 +52,10 @@ class Copier:
         found = np.empty(len(pieces), np.uint64)
         addresses, sizes = pieces.addresses, pieces.nbytes
 
-        def some(rows: slice) -> None:
-            _bytes.take(slots[rows], addresses[rows], sizes, found[rows])
+        def some(slots: U64, addresses: U64, found: U64) -> None:
+            _bytes.take(slots, addresses, sizes, found)
 
-        self._share(some, pieces)
+        self._share(some, pieces, slots, addresses, found)
         return found
 
     def fetch(self, foreign: Foreign, slots: U64, pieces: Pieces) -> U64:
@@ -64,10 +64,10 @@ class Copier:
         found, failed = np.empty(len(pieces), np.uint64), np.empty(len(pieces), np.uint32)
         addresses, sizes = pieces.addresses, pieces.nbytes
 
-        def some(rows: slice) -> None:
-            _bytes.fetch(*foreign, slots[rows], addresses[rows], sizes, found[rows], failed[rows])
+        def some(slots: U64, addresses: U64, found: U64, failed: npt.NDArray[np.uint32]) -> None:
+            _bytes.fetch(*foreign, slots, addresses, sizes, found, failed)
 
-        self._share(some, pieces)
+        self._share(some, pieces, slots, addresses, found, failed)
         if failed.any():
             errnum = int(failed[failed != 0][0])
             raise OSError(errnum, f"process_vm_readv of process {foreign.pid}: {strerror(errnum)}")
@@ -80,18 +80,10 @@ class Copier:
         codes = np.empty(len(pieces), np.uint8)
         addresses, sizes = pieces.addresses, pieces.nbytes
 
-        def some(rows: slice) -> None:
-            _bytes.bring(
-                slots[rows],
-                headers[rows],
-                wanted[rows],
-                addresses[rows],
-                sizes,
-                verify,
-                codes[rows],
-            )
+        def some(slots: U64, headers: U64, wanted: Records, addresses: U64, codes: Codes) -> None:
+            _bytes.bring(slots, headers, wanted, addresses, sizes, verify, codes)
 
-        self._share(some, pieces)
+        self._share(some, pieces, slots, headers, wanted, addresses, codes)
         return codes
 
     def judge(self, found: Records, wanted: Records, pieces: Pieces, verify: bool) -> Codes:
@@ -100,13 +92,13 @@ class Copier:
         codes = np.empty(len(pieces), np.uint8)
         addresses, sizes = pieces.addresses, pieces.nbytes
 
-        def some(rows: slice) -> None:
-            _bytes.judge(found[rows], wanted[rows], addresses[rows], sizes, verify, codes[rows])
+        def some(found: Records, wanted: Records, addresses: U64, codes: Codes) -> None:
+            _bytes.judge(found, wanted, addresses, sizes, verify, codes)
 
         if verify:
-            self._share(some, pieces)
+            self._share(some, pieces, found, wanted, addresses, codes)
         else:
-            some(slice(0, len(pieces)))
+            some(found, wanted, addresses, codes)
         return codes
 
     def checksums(self, pieces: Pieces) -> U64:
@@ -114,27 +106,30 @@ class Copier:
         found = np.empty(len(pieces), np.uint64)
         addresses, sizes = pieces.addresses, pieces.nbytes
         self._share(
-            lambda rows: _bytes.checksums(addresses[rows], sizes, found[rows]),
+            lambda addresses, found: _bytes.checksums(addresses, sizes, found),
             pieces,
+            addresses,
+            found,
         )
         return found
 
-    def _share(self, work: Callable[[slice], None], pieces: Pieces) -> None:
+    def _share(self, work: Callable[..., None], pieces: Pieces, *arrays: npt.NDArray[Any]) -> None:
+        """``work`` gets the arrays, which have a row for each object, or their halves."""
         count = len(pieces)
         if count < 2 or count * pieces.object_bytes < SHARED_BYTES:
-            work(slice(0, count))
+            work(*arrays)
             return
-        theirs = slice(count // 2, count)
+        theirs = [one[count // 2 :] for one in arrays]
         try:
-            helped = self._helper.submit(work, theirs)
+            helped = self._helper.submit(work, *theirs)
         except NoThread:
-            work(slice(0, count))
+            work(*arrays)
             return
         try:
-            work(slice(0, count // 2))
+            work(*(one[: count // 2] for one in arrays))
         finally:  # Nothing is copied any more when this returns.
             if helped.cancel():  # It is at somebody else's copy.
-                work(theirs)
+                work(*theirs)
             else:
                 helped.result()
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import _bytes
-from kvstore.objects.changes import Keys, Records, fingerprint_of
+from kvstore.objects.changes import PLACE, Keys, Records, fingerprint_of
 
-__all__ = ["HEADER", "HEADER_BYTES", "LIVE", "expected", "tell_apart"]
+__all__ = ["HEADER", "HEADER_BYTES", "LIVE", "expected", "expected_at", "tell_apart"]
 
 HEADER: Final = np.dtype(
     [
@@ -41,18 +41,21 @@ LIVE: Final = 1
 
 def expected(keys: Keys, signature: bytes, nbytes: int, generations: npt.ArrayLike) -> Records:
     """The headers of live objects, with checksums of 0; shape (n,)."""
-    headers = np.empty(len(keys), HEADER)
-    _bytes.expect(
-        np.ascontiguousarray(keys),
-        signature,
-        nbytes,
-        fingerprint_of(signature, nbytes),
-        MAGIC,
-        LIVE,
-        np.ascontiguousarray(generations, "<u4"),
-        headers,
-    )
-    return headers
+    places = np.zeros(len(keys), PLACE)
+    places["generation"] = generations
+    return expected_at(keys, signature, nbytes, places)[0]
+
+
+def expected_at(
+    keys: Keys, signature: bytes, nbytes: int, places: Records
+) -> tuple[Records, npt.NDArray[np.uint64]]:
+    """``expected`` of what a look-up has found (dtype ``PLACE``), and the numbers of its slots,
+    shape (n,)."""
+    headers, slots = np.empty(len(keys), HEADER), np.empty(len(keys), np.uint64)
+    fingerprint = fingerprint_of(signature, nbytes)
+    keys, places = np.ascontiguousarray(keys), np.ascontiguousarray(places)
+    _bytes.expect(keys, signature, nbytes, fingerprint, MAGIC, LIVE, places, headers, slots)
+    return headers, slots
 
 
 def tell_apart(read: Records, wanted: Records) -> npt.NDArray[np.bool_]:

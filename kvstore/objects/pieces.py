@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,39 +17,35 @@ __all__ = ["U64", "Pieces"]
 U64 = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
 class Pieces:
-    """The memory of some objects of one shape."""
+    """The memory of some objects of one shape. Each get and put makes some: a dataclass that checks
+    the same takes twice as long."""
 
-    #: Shape (objects, pieces): where each piece begins.
-    addresses: U64
-    #: Shape (pieces,): the size of each, in bytes.
-    nbytes: U64
+    __slots__ = ("addresses", "nbytes", "object_bytes")
 
-    def __post_init__(self) -> None:
-        for name in ("addresses", "nbytes"):
-            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.uint64))
+    def __init__(self, addresses: npt.ArrayLike, nbytes: npt.ArrayLike) -> None:
+        #: Shape (objects, pieces): where each piece begins.
+        self.addresses: Final[U64] = np.ascontiguousarray(addresses, np.uint64)
+        #: Shape (pieces,): the size of each, in bytes.
+        self.nbytes: Final[U64] = np.ascontiguousarray(nbytes, np.uint64)
         if self.addresses.ndim != 2 or self.nbytes.shape != self.addresses.shape[1:]:
             raise ValueError(
                 f"addresses of shape {self.addresses.shape} and nbytes of shape"
                 f" {self.nbytes.shape}: give (objects, pieces) and (pieces,)"
             )
-        # numpy's ``all`` and ``sum`` take 10 µs, as long as all else here.
-        if not self.nbytes.size or np.count_nonzero(self.nbytes) < self.nbytes.size:
+        sizes = self.nbytes.tolist()  # numpy's ``all`` and ``sum`` take 10 µs.
+        if not sizes or not all(sizes):
             raise ValueError("an object needs at least one piece, and each at least one byte")
+        #: The size of one object.
+        self.object_bytes: Final[int] = sum(sizes)
 
     @classmethod
     def whole(cls, addresses: npt.ArrayLike, nbytes: int) -> Pieces:
         """Objects that lie in one piece each; ``addresses`` has shape (objects,)."""
-        return cls(np.asarray(addresses, np.uint64).reshape(-1, 1), np.array([nbytes], np.uint64))
+        return cls(np.asarray(addresses, np.uint64).reshape(-1, 1), [nbytes])
 
     def __len__(self) -> int:
         return len(self.addresses)
-
-    @cached_property
-    def object_bytes(self) -> int:
-        """The size of one object."""
-        return sum(self.nbytes.tolist())
 
     @property
     def offsets(self) -> U64:
@@ -86,7 +81,7 @@ class Pieces:
         """
         array = np.empty(self.addresses.size, te.BLOCK)
         count = _bytes.lay(array, slots, 1, offset, self.addresses, self.nbytes, to_slots)
-        return te.Blocks(array[:count])
+        return te.Blocks.taking(array[:count])
 
     def blocks_and_one(
         self, numbers: U64, slots: int, unit_bytes: int, source: int, to: int, nbytes: int
@@ -94,11 +89,11 @@ class Pieces:
         """The copies of these pieces into slots, and behind them one of other bytes. ``numbers``,
         ``slots``, ``unit_bytes``: see ``blocks_and_headers``."""
         array = np.empty(self.addresses.size + 1, te.BLOCK)
+        more = source, to, nbytes
         count = _bytes.lay(
-            array, numbers, unit_bytes, slots, self.addresses, self.nbytes, to_slots=True
+            array, numbers, unit_bytes, slots, self.addresses, self.nbytes, True, more
         )
-        array[count] = source, to, nbytes
-        return te.Blocks(array[: count + 1])
+        return te.Blocks.taking(array[:count])
 
     def blocks_and_headers(
         self, numbers: U64, slots: int, unit_bytes: int, headers: int, room: int
@@ -115,4 +110,4 @@ class Pieces:
         count = _bytes.lay_reads(
             array, numbers, slots, unit_bytes, headers, self.addresses, self.nbytes, room
         )
-        return te.Blocks(array[:count])
+        return te.Blocks.taking(array[:count])

@@ -38,8 +38,7 @@ CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was en
 FENCE_TIMEOUT_S: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(NamedTuple):
     """The answer to a claim."""
 
     #: To be named when the write has ended; 0 if nothing was granted.

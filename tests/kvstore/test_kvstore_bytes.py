@@ -22,9 +22,9 @@ from store_makers import without_more_threads
 
 import te
 from kvstore import _bytes
-from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, fingerprint_of
+from kvstore.objects.changes import ADDED, CHANGE, LOWER_TIER, PLACE, fingerprint_of
 from kvstore.objects.copying import SHARED_BYTES, Copier
-from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, MAGIC, expected
+from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, MAGIC, expected, expected_at
 from kvstore.objects.pieces import Pieces
 from te.transports.samehost.reach import NonceMemory
 
@@ -144,6 +144,17 @@ def test_a_header_is_expected_as_it_is_written() -> None:
         expected(keys, b"sss", 77, [5, 6, 7])
 
 
+def test_slots_are_those_of_the_look_up() -> None:
+    keys, places = random_bytes(3, 16), np.zeros(3, PLACE)
+    places["slot"], places["generation"] = [9, 0, (1 << 32) - 2], [5, 6, 1 << 31]
+    headers, slots = expected_at(keys, SIG, 77, places)
+    assert slots.tolist() == [9, 0, (1 << 32) - 2]
+    assert (headers == expected(keys, SIG, 77, [5, 6, 1 << 31])).all()
+    every_other, alone = expected_at(keys[::2], SIG, 77, places[::2])
+    assert alone.tolist() == [9, (1 << 32) - 2], "also of arrays with gaps"
+    assert (every_other == headers[::2]).all()
+
+
 def test_headers_are_filled_as_they_are_expected() -> None:
     keys, sums = random_bytes(2, 16), np.array([7, 1 << 63], np.uint64)
     headers, changes = np.zeros(4, HEADER), np.empty(2, CHANGE)
@@ -243,7 +254,9 @@ def test_copies_need_room() -> None:
     pieces, slots = Pieces.whole([1, 2], 1), np.zeros(2, np.uint64)
     with pytest.raises(ValueError, match="2 blocks do not fit 1"):
         _bytes.lay(np.empty(1, te.BLOCK), slots, 1, 0, pieces.addresses, pieces.nbytes, True)
-    room = np.empty(3, te.BLOCK)
+    room, shape = np.empty(3, te.BLOCK), (pieces.addresses, pieces.nbytes)
+    with pytest.raises(ValueError, match="3 blocks do not fit 2"):
+        _bytes.lay(np.empty(2, te.BLOCK), slots, 1, 0, *shape, True, (1, 2, 3))
     with pytest.raises(ValueError, match="4 blocks do not fit 3"):
         _bytes.lay_reads(room, slots, 0, 1, 0, pieces.addresses, pieces.nbytes, 0)
 

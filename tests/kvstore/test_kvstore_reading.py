@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from store_makers import until
 
 import te
-from kvstore.client.reading import Group, HeaderRoom, Source, cancel
+from kvstore.client.reading import ROOMS, Group, HeaderRoom, HeaderRooms, Source, cancel
 from kvstore.objects.headers import HEADER
 from kvstore.objects.outcomes import Got
 from kvstore.store import StillLanding
@@ -87,6 +89,42 @@ def test_what_is_waited_for_is_said_every_ten_seconds(caplog: pytest.LogCaptureF
     assert stuck.cancelled == 26
     said = "until nothing lands any more in the memory of a get: 1 reads of 64 bytes from owners"
     assert [said in one.getMessage() for one in caplog.records] == [True] * 3
+
+
+class Engine:
+    """Registers memory for headers."""
+
+    def register(self, buffer: Any, *, remote: str) -> te.Region:
+        address = np.frombuffer(buffer, np.uint8).ctypes.data
+        return te.Region(address, len(buffer), "host", 1, buffer, remote=remote)
+
+
+def test_each_read_has_headers_of_its_own() -> None:
+    engine: Any = Engine()
+    rooms = HeaderRooms(lambda: engine)
+    taken = [rooms.take(0.0) for _ in range(ROOMS)]
+    for number, one in enumerate(taken):
+        assert one is not None
+        assert one.records.ctypes.data == one.address
+        one.records["nbytes"] = number
+    assert [set(one.records["nbytes"].tolist()) for one in taken if one] == [{i} for i in range(16)]
+    assert rooms.take(0.0) is None
+
+
+def test_who_waits_for_memory_for_headers_gets_what_is_given_back() -> None:
+    engine: Any = Engine()
+    rooms = HeaderRooms(lambda: engine)
+    taken = [rooms.take(0.0) for _ in range(ROOMS)]
+    with ThreadPoolExecutor(2) as pool:
+        later = [pool.submit(rooms.take, 30.0) for _ in range(2)]
+        until(lambda: rooms._waiting == 2)
+        for one in taken[3:5]:
+            assert one is not None
+            one.give_back()
+        assert {one.address for one in map(Future.result, later) if one} == {
+            one.address for one in taken[3:5] if one
+        }
+    assert rooms.take(0.01) is None
 
 
 def test_headers_that_come_late_come_to_nobody_elses_memory() -> None:

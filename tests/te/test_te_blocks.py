@@ -145,6 +145,17 @@ def test_blocks_do_not_change_afterwards() -> None:
         blocks.array["src"] = 5
 
 
+def test_an_array_is_taken_over_without_a_copy() -> None:
+    source = np.array([(1, 2, 3), (4, 5, 6), (0, 0, 0)], BLOCK)
+    blocks = Blocks.taking(source[:2])
+    assert np.shares_memory(blocks.array, source)
+    assert (len(blocks), blocks.total_nbytes) == (2, 9)
+    with pytest.raises(ValueError, match="read-only"):
+        blocks.array["src"] = 5
+    with pytest.raises(ValueError, match="block 2: src 0x0 with 0 bytes"):
+        Blocks.taking(source)
+
+
 @pytest.mark.parametrize(
     ("src", "dst", "nbytes", "says"),
     [
