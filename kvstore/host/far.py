@@ -163,10 +163,10 @@ class FarOwners:
             found[number] = now_s >= one.try_s and one.live_source is not None
         return found
 
-    def is_reachable(self, number: int) -> bool:
-        """Whether one owner can be read from now, and written to."""
+    def reachable(self, number: int) -> Source | None:
+        """One owner, if it can be read from now, and written to."""
         one = self._owners.get(number)
-        return one is not None and self._clock() >= one.try_s and one.live_source is not None
+        return None if one is None or self._clock() < one.try_s else one.live_source
 
     def want(self, numbers: Iterable[int]) -> bool:
         """Something lies there that is to be read; whether ``connect`` has something to do."""

@@ -49,6 +49,7 @@ from kvstore.protocol.messages import (
 )
 from kvstore.rate_limited_log import RateLimitedLog
 from kvstore.rules.object_table import Verdict
+from kvstore.threads import Latch
 from te.connect.pool import Pool
 from te.forking import Origin
 
@@ -143,9 +144,9 @@ class FarPuts:
         self._thread = Pool("kvstore-puts", 1)
         self._lock = threading.Lock()
         #: By key: notified once this host knows of it; by owner: once it has granted more slots.
-        self._unsettled: dict[bytes, threading.Event] = {}
+        self._unsettled: dict[bytes, Latch] = {}
         self._storing = _Storing(b"", {}, (), False)
-        self._coming: dict[str, threading.Event] = {}
+        self._coming: dict[str, Latch] = {}
         #: By owner: when it may be asked for slots, by the monotonic clock.
         self.reserve_s: Final[dict[str, float]] = {}
         self.strange: Final = RateLimitedLog(logger)
@@ -171,10 +172,10 @@ class FarPuts:
     def handle(self, number: int) -> FarHandle | None:
         """An owner to store at; None if this process cannot write there now."""
         lender = self.far.lenders.get(number)
-        if lender is None or not self._origin.is_here or not self.far.is_reachable(number):
+        source = self.far.reachable(number)
+        if lender is None or source is None or not self._origin.is_here:
             return None
-        source = self.far.source(number)
-        return None if source is None else FarHandle(source, lender, self)
+        return FarHandle(source, lender, self)
 
     # -- slots that were reserved
 
@@ -195,7 +196,7 @@ class FarPuts:
     def granted_soon(self, name: str, ask: Callable[[], object], keys: Keys | None = None) -> None:
         """Asks an owner that grants slots with its answer, in a thread. ``keys``: what this host
         hears of by it."""
-        event = threading.Event()
+        event = Latch()
         names = [] if keys is None else each_of(keys)
         with self._lock:
             if keys is None and name in self._coming:
@@ -205,7 +206,7 @@ class FarPuts:
         self.soon(partial(self._granted, name, ask, names, event))
 
     def _granted(
-        self, name: str, ask: Callable[[], object], names: Sequence[bytes], event: threading.Event
+        self, name: str, ask: Callable[[], object], names: Sequence[bytes], event: Latch
     ) -> None:
         try:
             ask()

@@ -226,7 +226,7 @@ class HostPool:
         this process to read: the most frequent case, and told quickly. See ``_is_readable``."""
         return (
             self._reads_far
-            and link.far.is_reachable(number)
+            and link.far.reachable(number) is not None
             and not self._read_lately.has_any(keys)
             and self._joined() is link
         )

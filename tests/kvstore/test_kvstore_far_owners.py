@@ -140,11 +140,11 @@ def test_a_read_that_has_failed_is_not_followed_by_others_for_a_while() -> None:
     world = World()
     world.owners.want([1, 2])
     world.connect()
-    assert world.owners.is_reachable(1)
-    assert not world.owners.is_reachable(3)
+    assert world.owners.reachable(1)
+    assert not world.owners.reachable(3)
     world.owners.pause(1)
-    assert not world.owners.is_reachable(1)
-    assert world.owners.is_reachable(2)
+    assert not world.owners.reachable(1)
+    assert world.owners.reachable(2)
     assert world.readable == [2]
     world.time_s += PAUSE_S
     assert world.readable == [1, 2]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from store_makers import TIMEOUT_S, until, without_more_threads
 
-from kvstore.threads import NoThread, Threads
+from kvstore.threads import Latch, NoThread, Threads
 
 
 @pytest.fixture
@@ -23,6 +23,18 @@ def threads() -> Iterator[Threads]:
 
 def running() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("of-a-test_")]
+
+
+def test_all_who_wait_for_a_latch_go_on_once_it_is_set(threads: Threads) -> None:
+    latch = Latch()
+    assert not latch.wait(0.0)
+    assert not latch.wait(0.01)
+    waiting = [threads.submit(latch.wait, TIMEOUT_S) for _ in range(2)]
+    latch.set()
+    assert [one.result(TIMEOUT_S) for one in waiting] == [True, True]
+    assert latch.wait(0.0)
+    with pytest.raises(RuntimeError):
+        latch.set()
 
 
 def test_results_and_what_is_raised_come_to_who_asks(threads: Threads) -> None:
