@@ -52,7 +52,7 @@ from kvstore.protocol.messages import (
     Stored,
     Unpin,
 )
-from kvstore.rules.object_table import Verdict
+from kvstore.rules.object_table import Verdict, are_equal
 from kvstore.rules.tiered_table import Promoted, PromotionState
 
 __all__ = [
@@ -68,8 +68,6 @@ __all__ = [
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
-
-_GRANTED: Final = Verdict.GRANTED.value
 
 Told = TypeVar("Told", bound=Enum)
 Result = TypeVar("Result")
@@ -403,9 +401,7 @@ class RemoteHandle(AskedHandle):
         question = Store(keys.tobytes(), signature, nbytes, data.tobytes())
         taken = self._ask(question, Stored, until_s - time.monotonic())
         with self._sense("what it has stored"):
-            verdicts = [Verdict.GRANTED] * len(keys)
-            if taken.verdicts != [_GRANTED] * len(keys):
-                verdicts = of_each(keys, taken.verdicts, Verdict)
+            verdicts = of_each(keys, taken.verdicts, Verdict)
             if taken.placed is not None:
                 self._learn(keys, signature, nbytes, taken.placed)
         return verdicts
@@ -461,6 +457,8 @@ def of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
     """``ValueError`` if it is not one of that kind for each key."""
     if len(said) != len(keys):
         raise ValueError(f"{len(said)} answers for {len(keys)} objects")
+    if are_equal(said):
+        return [kind(said[0])] * len(said)
     return [kind(one) for one in said]
 
 

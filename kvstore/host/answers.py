@@ -65,7 +65,7 @@ from kvstore.protocol.messages import (
     decode_question,
 )
 from kvstore.protocol.messages import Claim as ClaimSlots
-from kvstore.rules.object_table import Claim, Verdict
+from kvstore.rules.object_table import Claim, Verdict, texts_of
 
 __all__ = ["PoolAnswers"]
 
@@ -165,10 +165,10 @@ class PoolAnswers:
         keys, signature = keys_of(question.keys), question.signature
         pieces = in_row(address, len(keys), question.nbytes)
         if self._lends:
-            return Stored([one.value for one in self._owner.storing.take(keys, signature, pieces)])
+            return Stored(texts_of(self._owner.storing.take(keys, signature, pieces)))
         claim, checksums = self._owner.storing.fill(keys, signature, pieces)
         deadline = Deadline(question.timeout_ms / 1000)
-        return Stored([one.value for one in self._sent(claim, keys, checksums, deadline)])
+        return Stored(texts_of(self._sent(claim, keys, checksums, deadline)))
 
     def _sent(self, claim: Claim, keys: Keys, checksums: U64, deadline: Deadline) -> list[Verdict]:
         """Has what has come to slots stored at other hosts. One verdict for each of the keys that

@@ -46,6 +46,7 @@ from kvstore.protocol.messages import (
     Touch,
     Unpin,
 )
+from kvstore.rules.object_table import texts_of
 from kvstore.rules.tiered_table import Promoted
 
 __all__ = ["answer", "content_of", "in_row", "is_slow", "keys_of", "promoted", "published"]
@@ -79,7 +80,7 @@ def _answer(owner: Owner, question: Question) -> Answer:
             return Granted(
                 grant.claim_id,
                 grant.tag,
-                [one.value for one in grant.verdicts],
+                texts_of(grant.verdicts),
                 np.array(grant.slots, "<u4").tobytes(),
             )
         case Store(keys, signature, nbytes, data):
@@ -126,7 +127,7 @@ def _stored(owner: Owner, question: Store) -> Stored:
     verdicts = owner.storing.take(keys, question.signature, pieces)
     placed = _placed(owner, keys, question.signature, question.nbytes)
     owner.tell()
-    return Stored([one.value for one in verdicts], placed)
+    return Stored(texts_of(verdicts), placed)
 
 
 def in_row(address: int, count: int, nbytes: int) -> Pieces:
@@ -149,7 +150,7 @@ def published(owner: Owner, held: Held, question: Publish) -> Published:
         return Published(why_not)
     keys = keys_of(b"".join(claim.keys))
     placed = _placed(owner, keys, claim.signature, claim.nbytes)
-    verdicts = [] if held.claim.keys else [one.value for one in claim.verdicts]
+    verdicts = [] if held.claim.keys else texts_of(claim.verdicts)
     grant = owner.storing.claim_ahead(held, question.ahead)
     return Published("", placed, verdicts, _ahead(owner, grant))
 

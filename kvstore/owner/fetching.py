@@ -13,7 +13,7 @@ from kvstore.owner.owner import Owner
 from kvstore.protocol.mapped import Mapped
 from kvstore.protocol.messages import Answer, Done, Fetch, Fetched, Refused, Unread
 from kvstore.protocol.reach import NONCE_NBYTES, Reached
-from kvstore.rules.object_table import Claim
+from kvstore.rules.object_table import Claim, texts_of
 
 __all__ = ["Fetching"]
 
@@ -67,7 +67,7 @@ class Fetching:
                 self.drop()
                 self._forget_client()
                 return Unread("another process was read than the one at this line")
-        return Fetched([one.value for one in claim.verdicts])
+        return Fetched(texts_of(claim.verdicts))
 
     def keep(self) -> Answer:
         """Publishes what was fetched last; who calls has to ``tell``."""

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_makers import SIG, keys
 
 from kvstore._table import Table
+from kvstore.client.handles import of_each
 from kvstore.memory.policies import POLICIES
 from kvstore.memory.slab import UNIT_BYTES, Slab
 from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, fingerprint_of
 from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
 from kvstore.rules.change_log import ChangeLog
 from kvstore.rules.ledger import Ledger
-from kvstore.rules.object_table import Claim, ObjectTable, Verdict
+from kvstore.rules.object_table import Claim, ObjectTable, Verdict, texts_of
 from kvstore.rules.stored_objects import TableParts
 
 CHUNK = 8 * UNIT_BYTES
@@ -266,6 +269,29 @@ def test_what_a_table_writes_is_what_a_reader_expects(nbytes: int) -> None:
     assert changes["fingerprint"][0] == fingerprint_of(SIG, size)
     wanted = expected(NAMES[:1], SIG, size, changes["generation"])
     assert tell_apart(headers[claim.slots].copy(), wanted).all()
+
+
+@given(st.lists(st.sampled_from(Verdict), max_size=4))
+@example([])
+@example([Verdict.EXISTS] * 3)
+def test_verdicts_come_out_of_a_message_as_they_went_in(verdicts: list[Verdict]) -> None:
+    said = texts_of(verdicts)
+    assert said == [one.value for one in verdicts]
+    assert of_each(keys(len(verdicts), 1), said, Verdict) == verdicts
+    with pytest.raises(ValueError, match=f"{len(verdicts)} answers for {len(verdicts) + 1}"):
+        of_each(keys(len(verdicts) + 1, 1), said, Verdict)
+    with pytest.raises(ValueError, match="'' is not a valid Verdict"):
+        of_each(keys(len(verdicts) + 1, 1), [*said, ""], Verdict)
+
+
+@given(st.lists(st.sampled_from([1, 5000, CHUNK + 1]), max_size=4))
+def test_each_verdict_is_counted(sizes: list[int]) -> None:
+    table, _, _ = table_of(1)
+    verdicts = [
+        one for n, nbytes in enumerate(sizes) for one in store(table, keys(2, n), nbytes).verdicts
+    ]
+    verdicts += store(table, keys(3, 0), 1).verdicts
+    assert +table.counts.verdicts == Counter(one.value for one in verdicts)
 
 
 def test_nobody_guesses_the_id_of_a_claim() -> None:
