@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,9 @@ class Pieces:
 
     def __init__(self, addresses: npt.ArrayLike, nbytes: npt.ArrayLike) -> None:
         #: Shape (objects, pieces): where each piece begins.
-        self.addresses: Final[U64] = np.ascontiguousarray(addresses, np.uint64)
+        self.addresses: U64 = np.ascontiguousarray(addresses, np.uint64)
         #: Shape (pieces,): the size of each, in bytes.
-        self.nbytes: Final[U64] = np.ascontiguousarray(nbytes, np.uint64)
+        self.nbytes: U64 = np.ascontiguousarray(nbytes, np.uint64)
         if self.addresses.ndim != 2 or self.nbytes.shape != self.addresses.shape[1:]:
             raise ValueError(
                 f"addresses of shape {self.addresses.shape} and nbytes of shape"
@@ -37,12 +37,16 @@ class Pieces:
         if not sizes or not all(sizes):
             raise ValueError("an object needs at least one piece, and each at least one byte")
         #: The size of one object.
-        self.object_bytes: Final[int] = sum(sizes)
+        self.object_bytes: int = sum(sizes)
 
     @classmethod
     def whole(cls, addresses: npt.ArrayLike, nbytes: int) -> Pieces:
         """Objects that lie in one piece each; ``addresses`` has shape (objects,)."""
-        return cls(np.asarray(addresses, np.uint64).reshape(-1, 1), [nbytes])
+        self = cls.__new__(cls)
+        self.addresses = np.ascontiguousarray(addresses, np.uint64).reshape(-1, 1)
+        self.object_bytes = int(nbytes)
+        self.nbytes = _one_piece(self.object_bytes)
+        return self
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -111,3 +115,11 @@ class Pieces:
             array, numbers, slots, unit_bytes, headers, self.addresses, self.nbytes, room
         )
         return te.Blocks.taking(array[:count])
+
+
+@lru_cache
+def _one_piece(nbytes: int) -> U64:
+    """``Pieces.nbytes``: one array for all objects of a size, which has been checked."""
+    sizes = Pieces(np.empty((0, 1), np.uint64), [nbytes]).nbytes
+    sizes.flags.writeable = False
+    return sizes

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from store_makers import without_more_threads
 
@@ -248,6 +248,24 @@ def test_headers_and_a_label_come_behind_their_objects(
     into = pieces.blocks(at * np.uint64(step) + np.uint64(10_000), 0, to_slots=True)
     more = pieces.blocks_and_one(at, 10_000, step, 70_000, 90_000, 3)
     assert more.array.tolist() == [*into.array.tolist(), (70_000, 90_000, 3)]
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), max_size=3), st.integers(0, 1 << 63))
+@example([], 0)
+@example([1], 0)
+def test_objects_of_one_piece_are_what_objects_of_several_are(starts: list[int], n: int) -> None:
+    if n == 0:
+        with pytest.raises(ValueError, match="each at least one byte"):
+            Pieces.whole(starts, n)
+        return
+    for nbytes in (n, np.uint64(n)):
+        whole = Pieces.whole(starts, nbytes)  # type: ignore[arg-type]
+        other = Pieces(np.array(starts, np.uint64).reshape(-1, 1), [nbytes])
+        assert whole.addresses.tolist() == other.addresses.tolist() == [[one] for one in starts]
+        assert whole.nbytes.tolist() == other.nbytes.tolist() == [n]
+        assert (type(whole.object_bytes), whole.object_bytes) == (int, other.object_bytes)
+    with pytest.raises(ValueError, match="read-only"):
+        whole.nbytes[0] = 1
 
 
 def test_copies_need_room() -> None:
