@@ -30,12 +30,7 @@ class Blocks:
     is below 2**63. Constructors raise ``ValueError`` with the value that violates this.
     """
 
-    __slots__ = ("array", "total_nbytes")
-
-    #: Read-only, shape (n,), dtype ``BLOCK``.
-    array: npt.NDArray[np.void]
-    #: Sum of the blocks' sizes in bytes.
-    total_nbytes: int
+    __slots__ = ("_array", "_total_nbytes")
 
     def __init__(self, array: npt.NDArray[np.void]) -> None:
         """Copies ``array``, of shape (n,) and dtype ``BLOCK``."""
@@ -58,8 +53,8 @@ class Blocks:
         """Takes over an ``array`` that nobody else keeps, unless the check has said -1."""
         if checked_total < 0:
             _complain(array)
-        self.array, self.total_nbytes = array, checked_total
-        self.array.flags.writeable = False
+        self._array, self._total_nbytes = array, checked_total
+        self._array.flags.writeable = False
 
     @classmethod
     def _valid(cls, array: npt.NDArray[np.void], total_nbytes: int) -> Blocks:
@@ -67,8 +62,8 @@ class Blocks:
         a million blocks again costs five times as much as building them."""
         _check_total(total_nbytes)
         self = cls.__new__(cls)
-        self.array, self.total_nbytes = array, total_nbytes
-        self.array.flags.writeable = False
+        self._array, self._total_nbytes = array, total_nbytes
+        self._array.flags.writeable = False
         return self
 
     @classmethod
@@ -140,15 +135,25 @@ class Blocks:
         columns = np.concatenate([part.array.view(np.uint64) for part in filled])
         return cls._valid(columns.view(BLOCK), sum(part.total_nbytes for part in filled))
 
+    @property
+    def array(self) -> npt.NDArray[np.void]:
+        """Read-only, shape (n,), dtype ``BLOCK``."""
+        return self._array
+
+    @property
+    def total_nbytes(self) -> int:
+        """Sum of the blocks' sizes in bytes."""
+        return self._total_nbytes
+
     def __len__(self) -> int:
-        return int(self.array.size)
+        return int(self._array.size)
 
     def __repr__(self) -> str:
-        return f"Blocks({len(self)} blocks, {self.total_nbytes} bytes)"
+        return f"Blocks({len(self)} blocks, {self._total_nbytes} bytes)"
 
     def merged(self) -> Blocks:
         """The same copies with each run of blocks adjacent on both sides made one; keeps order."""
-        array = self.array
+        array = self._array
         if len(array) < 2:
             return self
         before, after = array[:-1], array[1:]
@@ -159,7 +164,7 @@ class Blocks:
         firsts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
         merged = array[firsts]
         merged["nbytes"] = np.add.reduceat(array["nbytes"], firsts)
-        return Blocks._valid(merged, self.total_nbytes)
+        return Blocks._valid(merged, self._total_nbytes)
 
 
 def _u64(name: str, value: Integers) -> U64:
