@@ -13,6 +13,7 @@ from rdma_testbed.packages import ensure_programs
 
 from kvstore.cli import main
 from kvstore_tools.bench import command, contenders
+from kvstore_tools.bench.command import busy_percent
 from kvstore_tools.bench.contenders import Contender, Objects
 
 
@@ -21,13 +22,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SHAPES", ((4096, 2), (100_000, 1)))
     monkeypatch.setattr(command, "LENT_BYTES", 64 << 20)
     monkeypatch.setattr(command, "ASKED", 10)
+    monkeypatch.setattr(command, "REST_S", 0.0)
+    monkeypatch.setattr(command, "busy_percent", lambda: 90.0)
 
 
 @pytest.mark.slow
 def test_all_of_ours_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     ensure_programs({"redis-server": "redis-server"}, "hosts that meet in a benchmark")
     assert main(["bench", "--rounds", "1", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "others keep 90 % of the processors busy" in said.err
+    figures = json.loads(said.out)
     ours = {"ours", "ours tcp"}
     assert set(figures) == {
         "put 4 KiB × 2",
@@ -39,6 +44,24 @@ def test_all_of_ours_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     for row, each in figures.items():
         assert set(each) == (ours | {"memcpy"} if row.startswith("get") else ours)
         assert min(each.values()) > 0
+
+
+@pytest.mark.parametrize(("timeout_s", "last"), [(9.0, 20.0), (2.0, 40.0), (0.0, 90.0)])
+def test_the_rounds_begin_once_the_processors_have_little_to_do(
+    timeout_s: float, last: float
+) -> None:
+    now_s = 0.0
+
+    def busy() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return {1.0: 90.0, 2.0: 40.0, 3.0: 20.0}[now_s]
+
+    assert command.await_rest(busy, timeout_s, lambda: now_s) == last
+
+
+def test_how_busy_the_processors_are_is_told() -> None:
+    assert 0.0 <= busy_percent() <= 100.0
 
 
 def test_the_table_has_a_column_for_each() -> None:
