@@ -217,8 +217,10 @@ class Pair:
         """For a read, from offsets: ``src`` is the target's memory."""
         return self._blocks(self.dst_region, src, self.src_region, dst, nbytes)
 
-    def write(self, src: object, dst: object, nbytes: object, tag: int = 0) -> te.Transfer:
-        return self.peer.write(self.blocks(src, dst, nbytes), tag)
+    def write(
+        self, src: object, dst: object, nbytes: object, tag: int = 0, *, is_awaited: bool = False
+    ) -> te.Transfer:
+        return self.peer.write(self.blocks(src, dst, nbytes), tag, is_awaited=is_awaited)
 
     def assert_moved(self, memory: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
         """It is as after what was done; where no byte moves, as before."""

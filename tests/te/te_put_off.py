@@ -8,6 +8,8 @@ import contextlib
 import ctypes
 import itertools
 import queue
+import socket
+import struct
 import sys
 import threading
 import time
@@ -192,6 +194,23 @@ def a_caller_sends_what_it_waits_for() -> None:
             wait_for_caller(write)
             assert write.poll() is te.Status.DONE
             number("goes_on").value = 1
+
+
+def a_link_ends_while_a_caller_sends() -> None:
+    """The peer has reset the connection, and the worker stands still that would see it first."""
+    src, before = np.zeros(AWAITED, np.uint8), tasks()
+    with RawListener("tcp") as listener, te.Engine(CONFIG) as engine:
+        engine.register(src)
+        peer, sock = listener.connect(engine)
+        await_sleep(before)
+        number("goes_on").value, number("holds_next_worker").value = 0, 1
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+        wait_until(lambda: number("workers_held").value, "the worker stands still")
+        write = peer.write(te.Blocks.of(src.ctypes.data, FAR, AWAITED), is_awaited=True)
+        number("goes_on").value = 1
+        wait_until(lambda: write.poll() is te.Status.FAILED, "the write has failed")
+        assert "Connection reset by peer" in str(write.reason), write.reason
 
 
 def a_caller_finds_a_lock_taken() -> None:

@@ -101,6 +101,7 @@ def _build(folder: Path) -> None:
         "a_worker_reads_while_a_caller_goes_to_sleep",
         "a_caller_reads_while_its_worker_stands_still",
         "a_caller_sends_what_it_waits_for",
+        "a_link_ends_while_a_caller_sends",
         "a_caller_finds_a_lock_taken",
         "a_read_is_called_off_while_a_caller_lands_it",
         "memory_goes_while_a_caller_lands_in_it",

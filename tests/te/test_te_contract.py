@@ -114,10 +114,12 @@ def test_reads_bring_the_right_bytes(way: Way, kind: str) -> None:
         assert pair.target.stats().transfers_done == 0
 
 
+@pytest.mark.parametrize("is_awaited", [False, True])
 @pytest.mark.parametrize("nbytes", [1, 2, 4095, 65536, 65537, (1 << 20) + 1, 4 << 20])
-def test_every_size(pair: Pair, nbytes: int) -> None:
+def test_every_size(pair: Pair, nbytes: int, is_awaited: bool) -> None:
     before = pair.dst.copy()
-    assert pair.write(0, 0, nbytes).wait(TIMEOUT_S) is te.Status.DONE
+    write = pair.write(0, 0, nbytes, is_awaited=is_awaited)
+    assert write.wait(TIMEOUT_S) is te.Status.DONE
     after = before.copy()
     after[:nbytes] = pair.src[:nbytes]
     pair.assert_moved(pair.dst, before, after)
