@@ -75,6 +75,10 @@ class Times(NamedTuple):
     pair_s: float = 0.0
     hand_over_s: float = 0.0
 
+    def slowed(self, slowdown: float) -> Times:
+        """Where everything takes so many times as long."""
+        return Times(*(slowdown * one for one in self))
+
     def work_s(self, work: Work) -> float:
         """Of so much."""
         return (

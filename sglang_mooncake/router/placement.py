@@ -151,8 +151,8 @@ class Figures(NamedTuple):
 
     #: What is left of the work that it has been sent before.
     queue_s: float
-    fixed_s: float
-    token_s: float
+    #: What the prompt takes.
+    times: Times
     #: Tokens of the prompt that its cache has.
     hit_tokens: float
     #: Prompts that it has been sent and that have not ended.
@@ -162,10 +162,6 @@ class Figures(NamedTuple):
     load_token_s: float = 0.0
     #: How many times as long all of this takes as it would if no other server were at work.
     slowdown: float = 1.0
-    #: What each pair takes of a token that is computed and one before it.
-    pair_s: float = 0.0
-    #: What each token of the whole prompt takes, computed or not.
-    hand_over_s: float = 0.0
 
 
 class Expected(NamedTuple):
@@ -180,10 +176,10 @@ class Expected(NamedTuple):
 def expect(tokens: float, figures: Figures) -> Expected:
     """For a prompt of so many tokens. What would take longer to load is computed."""
     missing = max(0.0, tokens - figures.hit_tokens)
-    loaded = min(figures.load_tokens, missing) if figures.load_token_s < figures.token_s else 0.0
-    times = Times(figures.fixed_s, figures.token_s, figures.pair_s, figures.hand_over_s)
+    is_worth_it = figures.load_token_s < figures.times.token_s
+    loaded = min(figures.load_tokens, missing) if is_worth_it else 0.0
     hits = tokens - missing + loaded
-    work_s = times.work_s(work_of(tokens, hits)) + loaded * figures.load_token_s
+    work_s = figures.times.work_s(work_of(tokens, hits)) + loaded * figures.load_token_s
     return Expected(figures.queue_s + work_s, work_s, loaded)
 
 
@@ -240,7 +236,7 @@ class Placed:
         self.view, self.look, self.sent_s = view, look, sent_s
         self.expected = expect(look.tokens, figures)
         self.alone_s = self.expected.work_s / figures.slowdown
-        self.fixed_s = figures.fixed_s / figures.slowdown
+        self.fixed_s = figures.times.fixed_s / figures.slowdown
         self.host_s = 0.0
         self.hit_tokens, self.load_tokens = figures.hit_tokens, figures.load_tokens
         self.is_begun, self.remembered = view.is_begun(look), view.remembered(look)
@@ -306,15 +302,12 @@ class PrefillView(CacheView):
             load_s = self.load_fit.token_s(times.token_s)
         return Figures(
             self._queue.left_s(now_s, slowdown),
-            times.fixed_s * slowdown,
-            times.token_s * slowdown,
+            times.slowed(slowdown),
             hit_tokens,
             len(self._queue),
             loads,
             load_s * slowdown,
             slowdown,
-            times.pair_s * slowdown,
-            times.hand_over_s * slowdown,
         )
 
     def _hit_tokens(self, look: Look, now_s: float) -> float:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import token_names
 
-from sglang_mooncake.router.fit import Kin, Work, WorkFit, work_of
+from sglang_mooncake.router.fit import Kin, Times, Work, WorkFit, work_of
 from sglang_mooncake.router.known import KnownPages, first_of, without_gap
 from sglang_mooncake.router.kv_events import NEVER
 from sglang_mooncake.router.looking import PAGE_TOKENS, Looker
@@ -356,7 +356,7 @@ def test_chance_bends_no_line_far() -> None:
 
 
 def test_what_is_expected_counts_attention_to_what_is_cached() -> None:
-    figures = Figures(0.0, 0.1, 1e-4, hit_tokens=3000.0, under_way=0, pair_s=1e-8)
+    figures = Figures(0.0, Times(0.1, 1e-4, 1e-8), hit_tokens=3000.0, under_way=0)
     assert expect(5000, figures).work_s == pytest.approx(0.1 + 0.2 + 2000 * 4000 * 1e-8)
     loading = figures._replace(hit_tokens=1000.0, load_tokens=2000.0, load_token_s=1e-6)
     assert expect(5000, loading).work_s == pytest.approx(0.1 + 0.2 + 2000 * 4000 * 1e-8 + 0.002)
@@ -406,7 +406,7 @@ def test_a_server_that_is_slower_than_its_kin_is_seen_to_be() -> None:
 
 
 def figures(**more: Any) -> Figures:
-    usual = {"queue_s": 0.0, "fixed_s": 0.1, "token_s": 0.001, "hit_tokens": 0.0, "under_way": 0}
+    usual = {"queue_s": 0.0, "times": Times(0.1, 0.001), "hit_tokens": 0.0, "under_way": 0}
     return Figures(**{**usual, **more})
 
 
@@ -426,7 +426,7 @@ def test_the_first_token_is_expected_after_the_queue_and_what_is_missing() -> No
         ([figures(under_way=1), figures(hit_tokens=500, queue_s=0.95, under_way=1)], 1),
         ([figures(under_way=1), figures(hit_tokens=500, queue_s=1.1, under_way=1)], 0),
         ([figures(under_way=1), figures(under_way=0)], 1),
-        ([figures(token_s=0.002), figures()], 1),
+        ([figures(times=Times(0.1, 0.002)), figures()], 1),
     ],
     ids=["cache", "less work", "queue", "all are busy", "long queue", "load", "speed"],
 )
@@ -494,9 +494,9 @@ def test_a_prompt_is_late_because_of_those_before_it() -> None:
 
 def test_a_server_that_is_late_is_passed_over_while_another_is_in_time() -> None:
     """The first one has the prompt, and costs the others the least."""
-    has_it = figures(queue_s=3.0, fixed_s=0.0, hit_tokens=1900, under_way=1)
-    free_soon = figures(queue_s=0.5, fixed_s=0.0, under_way=1)
-    busy = figures(queue_s=9.0, fixed_s=0.0, under_way=1)
+    has_it = figures(queue_s=3.0, times=Times(0.0, 0.001), hit_tokens=1900, under_way=1)
+    free_soon = figures(queue_s=0.5, times=Times(0.0, 0.001), under_way=1)
+    busy = figures(queue_s=9.0, times=Times(0.0, 0.001), under_way=1)
     servers = [busy, has_it, free_soon]
     for limit_s, index in ((None, 1), (3.5, 1), (2.8, 2), (2.0, 1)):
         assert best(2000, servers, Random(1), limit_s) == index

@@ -28,7 +28,7 @@ from kvstore.objects.changes import Keys as PageKeys
 from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 from sglang_mooncake.router import store_source
-from sglang_mooncake.router.fit import LoadFit
+from sglang_mooncake.router.fit import LoadFit, Times
 from sglang_mooncake.router.pages import token_digests
 from sglang_mooncake.router.placement import Figures, Look, PrefillView, expect, place
 from sglang_mooncake.router.servers import Server
@@ -253,7 +253,7 @@ def test_a_prompt_goes_elsewhere_when_loading_is_sooner_than_waiting() -> None:
 def test_a_store_makes_no_prompt_later(
     hits: float, loads: float, load_s: float, tokens: int
 ) -> None:
-    without = Figures(0.0, 0.1, 1e-3, hits, 0)
+    without = Figures(0.0, Times(0.1, 1e-3), hits, 0)
     having = without._replace(load_tokens=loads, load_token_s=load_s)
     assert expect(tokens, having).work_s <= expect(tokens, without).work_s + 1e-9
     assert expect(tokens, having).load_tokens <= max(0.0, tokens - hits)
